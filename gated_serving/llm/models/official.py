@@ -1,0 +1,59 @@
+"""The released checkpoints' config flags, and what they mean in this project's terms.
+
+The released gated-attention models (arXiv 2505.06708) keep Qwen's own model type and architecture name and say only
+by flags that ``q_proj`` holds gate rows; whoever ignores the flags drops the rows. The packing is always per
+key/value group and the gate a sigmoid at G1. Needs neither torch nor transformers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from gated_serving.attention.config import GateConfig, Granularity
+
+GRANULARITY_FLAGS = {
+    "headwise_attn_output_gate": Granularity.HEADWISE,
+    "elementwise_attn_output_gate": Granularity.ELEMENTWISE,
+}
+MODEL_TYPES = {"qwen2": "gated_qwen3", "qwen3": "gated_qwen3", "qwen3_moe": "gated_qwen3_moe"}
+ARCHITECTURES = {"gated_qwen3": "GatedQwen3ForCausalLM", "gated_qwen3_moe": "GatedQwen3MoeForCausalLM"}
+
+
+def is_official_gated(config: Mapping[str, Any]) -> bool:
+    """Whether a config.json says by its flags that ``q_proj`` holds gate rows."""
+    return config.get("model_type") in MODEL_TYPES and any(config.get(flag) for flag in GRANULARITY_FLAGS)
+
+
+def official_gate(config: Mapping[str, Any]) -> GateConfig:
+    """The gate that a released config describes.
+
+    Raises:
+        ValueError: Both flags are set.
+    """
+    found = [granularity for flag, granularity in GRANULARITY_FLAGS.items() if config.get(flag)]
+    if len(found) != 1:
+        raise ValueError(
+            f"headwise_attn_output_gate and elementwise_attn_output_gate: exactly one must be true, found {len(found)}"
+        )
+    return GateConfig(granularity=found[0])
+
+
+def translate_official(config: Mapping[str, Any]) -> dict[str, Any]:
+    """A released config.json as one of the project's own families; every other field is kept.
+
+    ``qkv_bias`` (which also puts a bias on ``o_proj``) becomes ``attention_bias``. ``use_qk_norm`` keeps its name.
+    """
+    gate = official_gate(config)
+    translated = {name: value for name, value in config.items() if name not in GRANULARITY_FLAGS}
+    translated["attention_bias"] = bool(translated.pop("qkv_bias", config.get("attention_bias", False)))
+    translated.setdefault("use_qk_norm", True)
+    model_type = MODEL_TYPES[config["model_type"]]
+    return (
+        translated
+        | gate.to_fields()
+        | {
+            "model_type": model_type,
+            "architectures": [ARCHITECTURES[model_type]],
+        }
+    )
