@@ -48,6 +48,9 @@ def translate_official(config: Mapping[str, Any]) -> dict[str, Any]:
     translated = {name: value for name, value in config.items() if name not in GRANULARITY_FLAGS}
     translated["attention_bias"] = bool(translated.pop("qkv_bias", config.get("attention_bias", False)))
     translated.setdefault("use_qk_norm", True)
+    if config["model_type"] != "qwen3" and translated.get("head_dim") is None:
+        # Qwen2's and Qwen3-MoE's default; a dense Qwen3 config without the field means 128.
+        translated["head_dim"] = config["hidden_size"] // config["num_attention_heads"]
     model_type = MODEL_TYPES[config["model_type"]]
     return (
         translated

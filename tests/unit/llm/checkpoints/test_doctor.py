@@ -1,0 +1,210 @@
+"""The doctor's verdicts on healthy and damaged checkpoints, from config and headers alone."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from checkpoint_factory import make_official, read_weights, write_weights
+from transformers import Qwen3NextConfig, Qwen3NextForCausalLM
+
+from gated_serving.llm.checkpoints import examine
+from gated_serving.llm.models import GatedQwen3Config, GatedQwen3ForCausalLM
+
+Q_PROJ = "model.layers.0.self_attn.q_proj.weight"
+
+
+@pytest.mark.parametrize("weights", ["safetensors", "sharded_bin"])
+@pytest.mark.parametrize("gate", ["headwise", "elementwise"])
+def test_official(tmp_path, gate, weights):
+    report = examine(make_official(tmp_path, gate=gate, weights=weights, tied=True)).to_json()
+    assert {"format", "gate", "num_parameters", "stock_vllm", "servable", "problems"} <= report.keys()
+    assert (report["format"], report["servable"], report["stock_vllm"]) == ("official", True, "wrong")
+    assert report["gate"]["position"] == "G1"
+    assert report["gate"]["granularity"] == gate
+    assert report["gate"]["packing"] == "kv_group"
+    assert report["problems"] == []
+    assert report["num_parameters"] == sum(tensor.numel() for tensor in read_weights(tmp_path).values())
+
+
+def test_tied_head_that_is_stored_counts_once(tmp_path):
+    folder = make_official(tmp_path, tied=True)
+    count = examine(folder).num_parameters
+    rewrite(folder, lambda w: w.update({"lm_head.weight": w["model.embed_tokens.weight"].clone()}))
+    diagnosis = examine(folder)
+    assert (diagnosis.num_parameters, diagnosis.servable) == (count, True)
+
+
+def test_own_format(tmp_path):
+    config = GatedQwen3Config(
+        hidden_size=48, intermediate_size=80, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2,
+        head_dim=16, vocab_size=64, gate_position="G5", gate_granularity="elementwise", gate_packing="separate",
+    )  # fmt: skip
+    GatedQwen3ForCausalLM(config).save_pretrained(tmp_path)
+    diagnosis = examine(tmp_path)
+    assert (diagnosis.format, diagnosis.stock_vllm.outcome, diagnosis.servable) == ("gated_qwen3", "refuses", True)
+    reconfigure(tmp_path, gate_colour="blue")
+    diagnosis = examine(tmp_path)
+    assert not diagnosis.servable
+    assert "gate_colour" in diagnosis.problems[0].message
+
+
+def test_qwen3_next(tmp_path):
+    config = Qwen3NextConfig(
+        hidden_size=64, intermediate_size=64, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2,
+        head_dim=32, vocab_size=64, linear_key_head_dim=16, linear_value_head_dim=16, linear_num_key_heads=2,
+        linear_num_value_heads=4, moe_intermediate_size=16, shared_expert_intermediate_size=16, num_experts=4,
+        num_experts_per_tok=2,
+    )  # fmt: skip
+    Qwen3NextForCausalLM(config).save_pretrained(tmp_path)
+    report = examine(tmp_path).to_json()
+    assert (report["format"], report["servable"], report["stock_vllm"]) == ("qwen3_next", True, "right")
+    assert (report["gate"]["granularity"], report["gate"]["packing"]) == ("elementwise", "per_head")
+    rewrite(tmp_path, lambda w: w.update({Q_PROJ.replace(".0.", ".3."): torch.zeros(128, 64)}))
+    assert not examine(tmp_path).servable
+
+
+@pytest.mark.parametrize(
+    ("variant", "outcome", "servable"),
+    [
+        ({}, "right", True),
+        ({"model_type": "qwen3_moe"}, "right", True),
+        ({"qkv_bias": True}, "wrong", False),  # vLLM's class skips o_proj's bias
+        ({"qk_norm": False}, "refuses", False),  # and asks for the norms
+    ],
+)
+def test_ungated(tmp_path, variant, outcome, servable):
+    diagnosis = examine(make_official(tmp_path, gate="none", **variant))
+    assert (diagnosis.format, diagnosis.gate) == ("ungated", None)
+    assert (diagnosis.stock_vllm.outcome, diagnosis.servable) == (outcome, servable)
+
+
+def test_family_without_any_sign_of_a_gate(tmp_path):
+    write_weights(tmp_path, {"model.layers.0.self_attn.q_proj.weight": torch.ones(4, 4)}, "safetensors")
+    (tmp_path / "config.json").write_text('{"model_type": "llama", "architectures": ["LlamaForCausalLM"]}')
+    diagnosis = examine(tmp_path)
+    assert (diagnosis.format, diagnosis.servable) == ("ungated", True)
+    assert "not checked" in diagnosis.notes[0]
+
+
+def test_family_with_a_gate_that_is_not_known(tmp_path):
+    write_weights(tmp_path, {"model.layers.0.self_attn.g_proj.weight": torch.ones(4, 4)}, "safetensors")
+    (tmp_path / "config.json").write_text('{"model_type": "llama", "architectures": ["LlamaForCausalLM"]}')
+    diagnosis = examine(tmp_path)
+    assert (diagnosis.format, diagnosis.servable) == ("unknown", False)
+    assert diagnosis.problems[0].tensor == "model.layers.0.self_attn.g_proj.weight"
+
+
+@pytest.mark.parametrize("gate", ["headwise", "elementwise"])
+def test_lost_flags(tmp_path, gate):
+    folder = make_official(tmp_path, gate=gate)
+    reconfigure(folder, **{f"{gate}_attn_output_gate": False})
+    diagnosis = examine(folder)
+    assert (diagnosis.stock_vllm.outcome, diagnosis.servable) == ("wrong", False)
+    assert diagnosis.problems[0].tensor == Q_PROJ
+    assert f"{gate}_attn_output_gate=true" in diagnosis.problems[0].message
+
+
+def test_gate_in_config_but_not_in_the_weights(tmp_path):
+    folder = make_official(tmp_path, gate="none")
+    reconfigure(folder, headwise_attn_output_gate=True)
+    diagnosis = examine(folder)
+    assert (diagnosis.format, diagnosis.servable) == ("official", False)
+    assert (diagnosis.problems[0].expected, diagnosis.problems[0].found) == ((132, 96), (128, 96))
+    assert diagnosis.stock_vllm.outcome == "wrong"
+
+
+def test_other_gate_in_config_than_in_the_weights(tmp_path):
+    folder = make_official(tmp_path, gate="elementwise")
+    reconfigure(folder, headwise_attn_output_gate=True, elementwise_attn_output_gate=False)
+    assert "the rows of an elementwise gate" in examine(folder).problems[0].message
+
+
+@pytest.mark.parametrize(
+    ("change", "kind", "tensor"),
+    [
+        (lambda w: w.pop("model.norm.weight"), "missing", "model.norm.weight"),
+        (lambda w: w.update({"model.layers.0.self_attn.g_proj.weight": torch.ones(4, 96)}), "extra", "g_proj"),
+        (lambda w: w.update({"model.layers.1.mlp.up_proj.weight": torch.ones(4, 96)}), "wrong_shape", "up_proj"),
+        (lambda w: w.update({"model.layers.2.mlp.up_proj.weight": torch.ones(160, 96)}), "extra", "layers.2"),
+        (lambda w: w.update({"model.norm.weight": torch.tensor(1.0)}), "wrong_shape", "model.norm.weight"),
+    ],
+)
+def test_damaged_tensors(tmp_path, change, kind, tensor):
+    folder = make_official(tmp_path)
+    rewrite(folder, change)
+    diagnosis = examine(folder)
+    assert not diagnosis.servable
+    assert [problem.kind for problem in diagnosis.problems] == [kind]
+    assert tensor in str(diagnosis.problems[0].tensor)
+    assert str(diagnosis.problems[0].tensor) in diagnosis.problems[0].message
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"headwise_attn_output_gate": True, "elementwise_attn_output_gate": True},
+        {"headwise_value_gate": True},
+        {"gate_position": "G2"},
+        {"quantization_config": {"quant_method": "awq"}},
+    ],
+)
+def test_configs_that_promise_something_else(tmp_path, fields):
+    folder = make_official(tmp_path)
+    reconfigure(folder, **fields)
+    diagnosis = examine(folder)
+    assert not diagnosis.servable
+    assert next(iter(fields)) in " ".join(problem.message for problem in diagnosis.problems)
+
+
+def test_mixed_dtypes_are_a_note(tmp_path):
+    folder = make_official(tmp_path)
+    rewrite(folder, lambda w: w.update({"model.norm.weight": w["model.norm.weight"].bfloat16()}))
+    diagnosis = examine(folder)
+    assert diagnosis.servable
+    assert "dtype" in diagnosis.notes[0]
+
+
+def test_command(tmp_path):
+    good = make_official(tmp_path / "good")
+    lost = make_official(tmp_path / "lost")
+    reconfigure(lost, headwise_attn_output_gate=False)
+    for folder, code in ((good, 0), (lost, 1), (tmp_path / "nowhere", 2)):
+        plain = run("doctor", str(folder))
+        as_json = run("doctor", str(folder), "--json")
+        assert (plain.returncode, as_json.returncode) == (code, code)
+        report = json.loads(as_json.stdout)
+        assert report["servable"] is (code == 0) if code < 2 else "no such folder" in report["error"]
+        assert "Traceback" not in plain.stderr + as_json.stderr
+    assert "can be served right" in run("doctor", str(good)).stdout
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{"model_type": None}, {"model_type": 3}, {"hidden_size": None}, {"num_attention_heads": "x"}, {"head_dim": -1},
+     {"num_key_value_heads": 3}, {"architectures": "Qwen3ForCausalLM"}, {"num_hidden_layers": 1.5}],
+)  # fmt: skip
+def test_senseless_configs_are_unreadable(tmp_path, fields):
+    folder = make_official(tmp_path)
+    reconfigure(folder, **fields)
+    done = run("doctor", str(folder), "--json")
+    assert done.returncode == 2
+    assert "config.json" in json.loads(done.stdout)["error"]
+
+
+def run(*arguments):
+    command = [str(Path(sys.executable).with_name("gated-serving")), *arguments]
+    return subprocess.run(command, check=False, capture_output=True, text=True, timeout=60)
+
+
+def reconfigure(folder, **fields):
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | fields))
+
+
+def rewrite(folder, change):
+    tensors = read_weights(folder)
+    change(tensors)
+    write_weights(folder, tensors, "safetensors")
