@@ -1,0 +1,1 @@
+"""Gated language models: architectures, checkpoints, training and serving."""
