@@ -140,6 +140,11 @@ def _plan(folder: Path, packing: Packing | None, max_shard_bytes: int) -> _Job:
         listed = "; ".join(problem.message for problem in diagnosis.problems[:3])
         raise ConversionError(f"{folder}: damaged, see `gated-serving doctor {folder}`: {listed}")
     config, headers = read_config(folder), read_headers(folder)
+    if config.get("quantization_config"):
+        raise ConversionError(
+            f"{folder}: quantization_config is set, and the rows of quantised weights cannot be moved; convert the "
+            "unquantised checkpoint, or serve this one as it is"
+        )
     source = recognise(config).layout
     assert source is not None
     assert source.gate is not None

@@ -113,9 +113,6 @@ def examine(model: str | Path) -> Diagnosis:
     if recognised.format in (Format.UNGATED, Format.UNKNOWN):
         recognised, suspicions = _look_for_gate(recognised, headers)
         problems = suspicions + [problem for problem in problems if not _is_explained(problem, suspicions)]
-    if is_quantised and recognised.format in (Format.OFFICIAL, *OWN_FORMATS):
-        message = "quantization_config: gate rows of a quantised checkpoint cannot be checked; use the unquantised one"
-        problems.append(Problem(kind="config", message=message))
     stock = _foresee(config, recognised, headers, problems)
     servable, project = _judge(recognised, stock, problems)
     return Diagnosis(
@@ -279,4 +276,4 @@ def _remarks(recognised: Recognised, headers: Mapping[str, TensorHeader], *, is_
     if recognised.layout is None:
         yield f"the tensors of model type {recognised.model_type!r} were not checked: this project has no table of them"
     elif is_quantised:
-        yield "the tensors of a quantised checkpoint were not checked"
+        yield "the tensors of a quantised checkpoint were not checked; vLLM and its plugin check them while loading"

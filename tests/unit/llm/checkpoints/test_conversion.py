@@ -200,7 +200,12 @@ def test_sources_that_are_refused(tmp_path):
         convert(damaged, tmp_path / "own")
     with pytest.raises(UnreadableCheckpoint):
         convert(tmp_path / "nowhere", tmp_path / "own")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["damaged", "ungated"]
+    quantised = make_official(tmp_path / "quantised")
+    config = json.loads((quantised / "config.json").read_text())
+    (quantised / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "awq"}}))
+    with pytest.raises(ConversionError, match="quantization_config"):
+        convert(quantised, tmp_path / "own")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["damaged", "quantised", "ungated"]
 
 
 def test_gates_that_do_not_fit_a_packing(tmp_path):

@@ -148,7 +148,6 @@ def test_damaged_tensors(tmp_path, change, kind, tensor):
         {"headwise_attn_output_gate": True, "elementwise_attn_output_gate": True},
         {"headwise_value_gate": True},
         {"gate_position": "G2"},
-        {"quantization_config": {"quant_method": "awq"}},
     ],
 )
 def test_configs_that_promise_something_else(tmp_path, fields):
@@ -157,6 +156,15 @@ def test_configs_that_promise_something_else(tmp_path, fields):
     diagnosis = examine(folder)
     assert not diagnosis.servable
     assert next(iter(fields)) in " ".join(problem.message for problem in diagnosis.problems)
+
+
+def test_a_quantised_gate_is_served_and_its_tensors_are_left_to_vllm(tmp_path):
+    folder = make_official(tmp_path)
+    reconfigure(folder, quantization_config={"quant_method": "compressed-tensors"})
+    diagnosis = examine(folder)
+    assert diagnosis.servable
+    assert diagnosis.stock_vllm.outcome == "wrong"
+    assert any("not checked" in note for note in diagnosis.notes)
 
 
 def test_mixed_dtypes_are_a_note(tmp_path):
