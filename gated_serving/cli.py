@@ -7,11 +7,31 @@ from typing import Annotated
 
 import typer
 
-app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
+from gated_serving import __version__
+
+_HELP_OPTIONS = {"help_option_names": ["-h", "--help"]}
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    context_settings=_HELP_OPTIONS,
+)
+
+
+def _print_version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"gated-serving {__version__}")
+        raise typer.Exit
 
 
 @app.callback()
-def _root() -> None:
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version and stop.", callback=_print_version, is_eager=True)
+    ] = False,
+) -> None:
     """Train, check, convert and serve gated-attention language models."""
 
 
@@ -25,13 +45,20 @@ def train_llm(
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the last whole checkpoint.")] = False,
     show: Annotated[bool, typer.Option("--list", help="List the recipes and stop.")] = False,
 ) -> None:
-    """Train a language model from a recipe; a run that was killed goes on with --resume."""
+    """Train a language model from a recipe.
+
+    A run that was stopped or killed goes on with --resume, in the settings it was started with. Overrides name a
+    section (model, data, tokenizer, optimisation, runtime) and a field of gated_serving.llm.training.settings. The
+    output folder holds metrics.jsonl and TensorBoard's files beside the checkpoints.
+
+    Exit codes: 0 done; 2 what was asked for cannot be done; 130 stopped by Ctrl-C.
+    """
     from gated_serving.llm.training.command import run_command
 
     raise typer.Exit(run_command(recipe, overrides or [], output=output, resume=resume, list_recipes=show))
 
 
-@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True, **_HELP_OPTIONS})
 def serve(
     context: typer.Context,
     model: Annotated[
@@ -47,7 +74,9 @@ def serve(
     ] = None,
     verbose: Annotated[bool, typer.Option("--verbose", help="Show vLLM's whole log.")] = False,
 ) -> None:
-    """Serve a model through an OpenAI-compatible API (vLLM), after checking that it is served right.
+    """Serve a model through vLLM's OpenAI-compatible API.
+
+    The doctor checks first that it can be served right.
 
     Any further option is vLLM's own, such as --max-model-len 512; those you give win over what is chosen here.
     On a CPU these are chosen: --dtype (the checkpoint's), --enforce-eager (--no-enforce-eager compiles),
@@ -72,7 +101,9 @@ def doctor(
     model: Annotated[str, typer.Argument(help="Checkpoint folder, or a repository in the hub's local cache.")],
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")] = False,
 ) -> None:
-    """Say what a checkpoint is and whether it can be served right, from its config and tensor headers alone.
+    """Say what a checkpoint is, and whether it can be served right.
+
+    Reads its config and tensor headers only.
 
     Exit codes: 0 it can be served right; 1 it cannot; 2 it cannot be read.
     """
@@ -91,7 +122,9 @@ def convert(
     ] = None,
     max_shard_size: Annotated[str, typer.Option(help="Largest weight file, such as 2GB or 500MiB.")] = "2GB",
 ) -> None:
-    """Convert a gated checkpoint into the project's own format, bit for bit; goes on where a killed one stopped.
+    """Convert a gated checkpoint into the project's own format.
+
+    Bit for bit, and a conversion that was killed goes on where it stopped.
 
     Exit codes: 0 done; 1 refused or failed; 2 the source or an option cannot be read.
     """

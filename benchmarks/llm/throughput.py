@@ -107,7 +107,7 @@ class Side:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--quick", action="store_true", help="short outputs, two rounds: shows that it runs")
     parser.add_argument("--worker", nargs=2, metavar=("ENGINE", "FOLDER"), help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -115,7 +115,9 @@ def main() -> None:
         serve_loads(*arguments.worker)
         return
     rounds, scale = (2, 8) if arguments.quick else (arguments.rounds, 64)
-    loads = [Load(name=f"{n} at once", prompts=(64,) * n, outputs=(scale,) * n) for n in CONCURRENCIES]
+    loads = [
+        Load(name=f"{n} at once", prompts=(64,) * n, outputs=(scale * (4 if n == 1 else 1),) * n) for n in CONCURRENCIES
+    ]
     with tempfile.TemporaryDirectory() as root:
         sides = [start(name, "vllm", Path(root)) for name in GATES]
         peer = Side("transformers", "transformers", Path(root) / "headwise")
@@ -202,8 +204,8 @@ def report(rows: list[dict[str, Any]], mixed: list[dict[str, Any]], *, rounds: i
     keep_record(
         name,
         method=f"vLLM offline engines side by side, {DTYPE}, eager off; {shape}; prompts of 64 tokens, {scale} output "
-        f"tokens each; median of {rounds} rounds, sides alternating in every round. 'stock' is vLLM's own Qwen3 "
-        "without the plugin.",
+        f"tokens each (a single request {4 * scale}); median of {rounds} rounds, sides alternating in every round. "
+        "'stock' is vLLM's own Qwen3 without the plugin.",
         rows=rows,
         verdicts=verdicts,
     )

@@ -40,7 +40,7 @@ def run_doctor(model: str, *, as_json: bool) -> int:
 def run_convert(source: str, target: Path, *, packing: str | None, max_shard_size: str) -> int:
     """Converts with a progress bar; 0 when done, 1 when refused or failed, 2 when source or option is unreadable."""
     try:
-        wanted = Packing(packing) if packing else None
+        wanted = _read_packing(packing) if packing else None
         max_shard_bytes = parse_size(max_shard_size)
     except ValueError as error:
         _print_error(error)
@@ -48,7 +48,7 @@ def run_convert(source: str, target: Path, *, packing: str | None, max_shard_siz
     progress = Progress(
         TextColumn("converting"), BarColumn(), DownloadColumn(), TimeRemainingColumn(), console=Console(stderr=True)
     )
-    task = progress.add_task("converting", total=None)
+    task = progress.add_task("converting", total=None, visible=False)  # until the first tensor: it may be refused
     try:
         with progress:
             folder = convert(
@@ -56,7 +56,7 @@ def run_convert(source: str, target: Path, *, packing: str | None, max_shard_siz
                 target,
                 packing=wanted,
                 max_shard_bytes=max_shard_bytes,
-                on_progress=lambda done, total: progress.update(task, completed=done, total=total),
+                on_progress=lambda done, total: progress.update(task, completed=done, total=total, visible=True),
             )
     except CheckpointError as error:
         _print_error(error)
@@ -70,5 +70,13 @@ def run_convert(source: str, target: Path, *, packing: str | None, max_shard_siz
     return RIGHT
 
 
+def _read_packing(text: str) -> Packing:
+    try:
+        return Packing(text)
+    except ValueError:
+        known = ", ".join(Packing)
+        raise ValueError(f"--packing {text}: must be one of {known}") from None
+
+
 def _print_error(error: object) -> None:
-    Console(stderr=True, soft_wrap=True).print(f"[bold red]error[/] {escape(str(error))}", highlight=False)
+    Console(stderr=True, soft_wrap=True).print(f"[bold red]error[/]: {escape(str(error))}", highlight=False)

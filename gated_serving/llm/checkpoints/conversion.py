@@ -60,7 +60,7 @@ def parse_size(text: str) -> int:
     match = _SIZE.fullmatch(text.strip())
     num_bytes = int(float(match[1]) * _UNITS[(match[2] or "B").upper()]) if match else 0
     if num_bytes < 1:
-        raise ValueError(f"max_shard_size={text!r}: must be a size such as 2GB or 500MiB")
+        raise ValueError(f"max shard size {text!r}: must be a size such as 2GB or 500MiB")
     return num_bytes
 
 

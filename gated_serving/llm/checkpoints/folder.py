@@ -9,15 +9,16 @@ from typing import Any
 
 from gated_serving.llm.checkpoints.errors import BrokenConfig, CheckpointNotFound
 
+SHIPPED_MODELS = Path(__file__).parent.parent / "pretrained"
 _REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _PATTERNS = ["*.json", "*.safetensors", "*.bin", "*.txt", "*.model", "*.jinja"]
 
 
 def find_folder(model: str | Path, *, download: bool = False) -> Path:
-    """The folder that a path or a Hugging Face repository id means.
+    """The folder that a path, the name of a shipped model or a Hugging Face repository id means.
 
     Args:
-        model: A folder, or ``owner/name``.
+        model: A folder, a shipped model's name, or ``owner/name``.
         download: Whether to fetch a repository that is not in the local cache.
 
     Raises:
@@ -26,11 +27,18 @@ def find_folder(model: str | Path, *, download: bool = False) -> Path:
     folder = Path(model)
     if folder.is_dir():
         return folder
+    if str(model) in shipped_models():
+        return SHIPPED_MODELS / model
     if folder.is_file():
         raise CheckpointNotFound(f"{folder}: a file; name the checkpoint's folder, {folder.parent}")
     if not _REPOSITORY.fullmatch(str(model)):
         raise CheckpointNotFound(f"{folder}: no such folder")
     return _find_repository(str(model), download=download)
+
+
+def shipped_models() -> list[str]:
+    """Names of the models that come with the package."""
+    return sorted(path.parent.name for path in SHIPPED_MODELS.glob("*/config.json"))
 
 
 def _find_repository(repository: str, *, download: bool) -> Path:

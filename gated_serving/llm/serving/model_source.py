@@ -7,13 +7,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from gated_serving.llm.checkpoints import folder as checkpoint_folder
+from gated_serving.llm.checkpoints.errors import CheckpointNotFound
 from gated_serving.llm.serving.errors import ModelRefusedError, UsageError
 from gated_serving.llm.serving.options import ServeSettings
 
 if TYPE_CHECKING:
     from gated_serving.llm.checkpoints import Diagnosis
 
-SHIPPED_MODELS = Path(__file__).parent.parent / "pretrained"
 DEFAULT_MODEL = "tiny-python"
 MAX_PROBLEMS = 12
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tekken.json")
@@ -44,29 +45,13 @@ def find_folder(model: str) -> Path:
     Raises:
         UsageError: There is no such folder.
     """
-    folder = Path(model).expanduser()
-    if folder.is_dir():
-        return folder.resolve()
-    if (SHIPPED_MODELS / model / "config.json").is_file():
-        return SHIPPED_MODELS / model
-    if folder.exists():
-        raise UsageError(f"{model}: is a file; MODEL is the folder that holds config.json and the weights")
-    if (repository := _find_in_hub_cache(model)) is not None:
-        return repository
-    names = sorted(path.parent.name for path in SHIPPED_MODELS.glob("*/config.json"))
-    shipped = f" or a shipped model ({', '.join(names)})" if names else ""
-    raise UsageError(f"{model}: no such folder. MODEL is a checkpoint folder on this machine{shipped}")
-
-
-def _find_in_hub_cache(model: str) -> Path | None:
-    """A repository of the Hugging Face hub that has been downloaded before."""
-    from gated_serving.llm.checkpoints import CheckpointNotFound
-    from gated_serving.llm.checkpoints.folder import find_folder as find_checkpoint
-
     try:
-        return find_checkpoint(model)
-    except CheckpointNotFound:
-        return None
+        return checkpoint_folder.find_folder(Path(model).expanduser()).resolve()
+    except CheckpointNotFound as error:
+        shipped = ", ".join(checkpoint_folder.shipped_models())
+        raise UsageError(
+            f"{error}. MODEL is a checkpoint folder on this machine or a shipped model ({shipped})"
+        ) from None
 
 
 def check_model(settings: ServeSettings) -> ServedModel:

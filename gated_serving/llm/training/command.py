@@ -13,10 +13,11 @@ from pathlib import Path
 from rich.console import Console
 
 from gated_serving.llm.recipes import RECIPES, find_recipe
-from gated_serving.llm.training.overrides import apply_overrides
+from gated_serving.llm.training.overrides import apply_overrides, read_settings
 from gated_serving.llm.training.settings import TrainingRun
 
 _USAGE_ERROR = 2
+_INTERRUPTED = 130
 
 
 def run_command(
@@ -38,8 +39,12 @@ def run_command(
     if recipe is None:
         console.print("train-llm: name a recipe; --list shows them", markup=False)
         return _USAGE_ERROR
+    folder = output or Path("runs") / recipe
     try:
-        run = apply_overrides(find_recipe(recipe), overrides)
+        base = find_recipe(recipe)
+        if resume and (settings := read_settings(folder)) is not None and settings.name == base.name:
+            base = settings  # so that a resumed run needs none of its overrides again
+        run = apply_overrides(base, overrides)
     except ValueError as error:
         console.print(f"train-llm: {error}", markup=False, soft_wrap=True)
         return _USAGE_ERROR
@@ -49,22 +54,27 @@ def run_command(
     # Only now, so that a mistyped recipe is answered at once.
     from gated_serving.llm.training.session import RECORD, OutputFolderError, UnusableInputError, train
 
-    folder = output or Path("runs") / recipe
     try:
         train(run, folder, resume=resume, progress=sys.stderr.isatty())
     except (OutputFolderError, UnusableInputError) as error:
         console.print(f"train-llm: {error}", markup=False, soft_wrap=True)
         return _USAGE_ERROR
+    except KeyboardInterrupt:
+        again = f"gated-serving train-llm {recipe} --output {folder} --resume"
+        console.print(f"train-llm: stopped; go on from the last checkpoint with: {again}", markup=False, soft_wrap=True)
+        return _INTERRUPTED
     if int(os.environ.get("RANK", "0")) == 0:
         record = json.loads((folder / RECORD).read_text())
         console.print(f"held-out loss {record['held_out_loss']:.4f} nats a token", markup=False)
-        console.print(f"the model is in {folder}", markup=False, soft_wrap=True)
+        console.print(
+            f"the model is in {folder}; serve it with: gated-serving serve {folder}", markup=False, soft_wrap=True
+        )
     return 0
 
 
 def _list(console: Console) -> None:
     for name, make in RECIPES.items():
-        summary = (make.__doc__ or "").strip().splitlines()[0]
+        summary = (make.__doc__ or "").strip().splitlines()[0].replace("``", "")
         console.print(f"{name:24} {summary}", markup=False, soft_wrap=True, highlight=False)
     sections = [field.name for field in fields(TrainingRun) if field.name != "name"]
     console.print(f"Sections of an override: {', '.join(sections)}", markup=False, soft_wrap=True, highlight=False)

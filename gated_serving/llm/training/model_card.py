@@ -1,4 +1,4 @@
-"""The README.md of a published model. Every figure comes from a training record; none is typed by hand."""
+"""The README.md of a published model. Every figure comes from a training record."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def write_card(record: dict[str, Any], beside: dict[str, Any] | None, samples: S
     sections = [
         _front_matter(),
         f"# {record['recipe']}\n\n{_summary(record)}",
-        f"## Use\n\n```\ngated-serving serve\n```\n\nTrained by `gated-serving train-llm {record['recipe']}`.",
+        f"## Use\n\n```\ngated-serving serve\n```\n\nTrained by `{_command(record)}`.",
         f"## Data\n\n{_data(record)}",
         f"## Training\n\n{_training(record)}",
         f"## Held-out loss\n\n{_losses(record, beside)}",
@@ -38,6 +38,11 @@ def write_card(record: dict[str, Any], beside: dict[str, Any] | None, samples: S
         f"## Licence\n\n{_LICENCE}",
     ]
     return "\n\n".join(sections) + "\n"
+
+
+def _command(record: dict[str, Any]) -> str:
+    compiled = " optimisation.compile=true" if record["settings"]["optimisation"]["compile"] else ""
+    return f"gated-serving train-llm {record['recipe']}{compiled}"
 
 
 def _front_matter() -> str:
@@ -79,7 +84,7 @@ def _training(record: dict[str, Any]) -> str:
         f"{settings['data']['sequence_length']} tokens",
         f"- AdamW, peak learning rate {rate:g} ({step['schedule']} schedule), weight decay {step['weight_decay']:g}, "
         f"{step['precision']}",
-        f"- {record['seconds'] / 60:.0f} minutes of wall time, with evaluations, on a machine shared with other work",
+        f"- {record['seconds'] / 60:.0f} minutes of wall time, evaluations included",
     ]
     if "device" in record:
         lines.append(f"- {record['device']}; torch {record['torch']}, transformers {record['transformers']}")
@@ -116,5 +121,6 @@ def _loss_row(record: dict[str, Any]) -> str:
 
 def _sample(sample: tuple[str, str]) -> str:
     prompt, text = sample
+    text = "\n".join(line.rstrip() for line in text.splitlines()).rstrip()
     shown = prompt.replace("\n", "\\n")
     return f"Prompt `{shown}`:\n\n```python\n{text}\n```"

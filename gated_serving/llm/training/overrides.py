@@ -1,4 +1,4 @@
-"""Overrides from the command line: ``section.field=value``, checked against the field's type."""
+"""A run's settings from text: overrides ``section.field=value`` of the command line, and a run's own ``run.json``."""
 
 from __future__ import annotations
 
@@ -6,11 +6,15 @@ import dataclasses
 import difflib
 import json
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any, get_type_hints
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from gated_serving.llm.training.settings import TrainingRun
+
+RUN_SETTINGS = "run.json"
+"""Where a run's folder keeps its settings."""
 
 
 def apply_overrides(run: TrainingRun, overrides: Iterable[str]) -> TrainingRun:
@@ -34,6 +38,23 @@ def apply_overrides(run: TrainingRun, overrides: Iterable[str]) -> TrainingRun:
         values[name] = _value(run, section, name, text, path)
     replaced = {section: _replace_section(run, section, values) for section, values in changes.items()}
     return dataclasses.replace(run, **replaced)
+
+
+def read_settings(folder: Path) -> TrainingRun | None:
+    """The settings that a run's folder was started with, or None where it holds no run.
+
+    Raises:
+        ValueError: Its ``run.json`` cannot be read.
+    """
+    path = folder / RUN_SETTINGS
+    if not path.is_file():
+        return None
+    try:
+        return TypeAdapter(TrainingRun).validate_json(path.read_bytes())
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"]))
+        raise ValueError(f"{path}: {where}: {first['msg']}; give another --output") from None
 
 
 def _sections(run: TrainingRun) -> list[str]:

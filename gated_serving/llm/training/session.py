@@ -26,6 +26,7 @@ from transformers import GenerationConfig, PreTrainedTokenizerBase, set_seed
 from gated_serving.llm.training import checkpoints
 from gated_serving.llm.training.architecture import build_config, build_model, count_parameters
 from gated_serving.llm.training.documents import load_documents, split_documents
+from gated_serving.llm.training.overrides import RUN_SETTINGS
 from gated_serving.llm.training.packing import collate, make_sequences
 from gated_serving.llm.training.settings import TrainingRun
 from gated_serving.llm.training.telemetry import MetricsLog, read_metrics
@@ -36,7 +37,6 @@ logger = logging.getLogger(__name__)
 
 RECORD = "training_record.json"
 METRICS = "metrics.jsonl"
-_SETTINGS = "run.json"
 _STAGING = ".finished.partial"
 
 
@@ -123,7 +123,7 @@ def train(run: TrainingRun, output: Path, *, resume: bool = False, progress: boo
 def _claim(run: TrainingRun, output: Path, *, resume: bool) -> bool:
     """Makes the output folder this run's own, and says whether it held nothing before."""
     wanted = json.loads(json.dumps(dataclasses.asdict(run)))
-    path = output / _SETTINGS
+    path = output / RUN_SETTINGS
     if path.exists():
         if not resume:
             raise OutputFolderError(f"{output} holds a run already: go on with --resume, or give another --output")

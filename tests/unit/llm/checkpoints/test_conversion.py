@@ -271,7 +271,7 @@ def test_sizes(text, expected):
 
 @pytest.mark.parametrize("text", ["", "GB", "-1GB", "0", "2 apples"])
 def test_sizes_that_make_no_sense(text):
-    with pytest.raises(ValueError, match="max_shard_size"):
+    with pytest.raises(ValueError, match="max shard size"):
         parse_size(text)
 
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from gated_serving.llm.serving import model_source
+from gated_serving.llm.checkpoints import folder as checkpoint_folder
 from gated_serving.llm.serving.errors import UsageError
 from gated_serving.llm.serving.launch import ready_message, served_name
 from gated_serving.llm.serving.model_source import ServedModel, find_folder
@@ -17,7 +17,7 @@ def shipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder = tmp_path / "pretrained" / "tiny-model"
     folder.mkdir(parents=True)
     (folder / "config.json").write_text("{}")
-    monkeypatch.setattr(model_source, "SHIPPED_MODELS", folder.parent)
+    monkeypatch.setattr(checkpoint_folder, "SHIPPED_MODELS", folder.parent)
     return folder
 
 
