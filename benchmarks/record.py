@@ -58,10 +58,11 @@ def keep_record(name: str, *, method: str, rows: Sequence[Mapping[str, Any]], ve
 
 
 def describe_machine() -> dict[str, str]:
-    """The processor, its cores, the GPU if there is one, and the versions of what is measured."""
+    """The processor, its cores and how busy they were, the GPU if there is one, and the versions that matter."""
     machine = {"processor": _processor_name(), "cores": str(len(os.sched_getaffinity(0)))}
     if torch.cuda.is_available():
         machine["gpu"] = torch.cuda.get_device_name()
+    machine["load average"] = f"{os.getloadavg()[2]:.1f} over the last 15 minutes"
     machine["python"] = platform.python_version()
     for package in PACKAGES:
         try:

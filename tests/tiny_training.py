@@ -18,6 +18,7 @@ from gated_serving.llm.training.settings import (
 
 def write_documents(folder: Path, *, count: int = 60) -> Path:
     """Writes ``count`` Python files of varied length."""
+    folder.mkdir(exist_ok=True)
     for index in range(count):
         body = "".join(f"    total += {number} * value_{index}\n" for number in range(1 + index % 7))
         (folder / f"module_{index:02}.py").write_text(

@@ -26,6 +26,7 @@ from .packing import (
     join_rows as join_rows,
     repack_rows as repack_rows,
     split_projection as split_projection,
+    split_projection_by_block as split_projection_by_block,
     split_rows as split_rows,
 )
 from .reference import (
@@ -55,5 +56,6 @@ __all__ = [
     "reference_split",
     "repack_rows",
     "split_projection",
+    "split_projection_by_block",
     "split_rows",
 ]

@@ -262,7 +262,9 @@ class GateConfig:
         """
         names = {field.name for field in fields(cls)}
         found = {
-            name.removeprefix(FIELD_PREFIX): value for name, value in values.items() if name.startswith(FIELD_PREFIX)
+            name.removeprefix(FIELD_PREFIX): value
+            for name, value in values.items()
+            if isinstance(name, str) and name.startswith(FIELD_PREFIX)  # pyright: ignore[reportUnnecessaryIsInstance]
         }
         if unknown := sorted(set(found) - names):
             known = ", ".join(sorted(FIELD_PREFIX + name for name in names))

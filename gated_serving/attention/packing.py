@@ -87,13 +87,28 @@ def split_projection(projected: Tensor, gate: GateConfig, shape: AttentionShape)
     Returns:
         Queries ``[..., N, D]`` and gate logits ``[..., gate heads, W]``. Views where the layout allows.
     """
+    queries, gates = split_projection_by_block(projected, gate, shape)
+    return queries.flatten(-3, -2), gates.flatten(-3, -2)
+
+
+def split_projection_by_block(projected: Tensor, gate: GateConfig, shape: AttentionShape) -> tuple[Tensor, Tensor]:
+    """As ``split_projection``, with the heads still by block, so that both results are views and nothing is copied.
+
+    Compiled, a merged head dimension would cost a division for every element, which keeps the loops from being
+    vectorised; over blocks, heads and channels the addresses are plain.
+
+    Returns:
+        Queries ``[..., blocks, N / blocks, D]`` and gate logits ``[..., blocks, gate heads / blocks, W]``; a block is a
+        key/value group or a query head, as ``gate.packing`` says.
+    """
     blocks, query_rows, gate_rows = _block_layout(gate, shape)
     lead = projected.shape[:-1]
     by_block = projected.view(*lead, blocks, query_rows + gate_rows)
     queries, gates = by_block[..., :query_rows], by_block[..., query_rows:]
+    width = gate.gate_width(shape)
     return (
-        queries.reshape(*lead, shape.num_heads, shape.head_dim),
-        gates.reshape(*lead, gate.num_gate_heads(shape), gate.gate_width(shape)),
+        queries.view(*lead, blocks, query_rows // shape.head_dim, shape.head_dim),
+        gates.view(*lead, blocks, gate_rows // width, width),
     )
 
 

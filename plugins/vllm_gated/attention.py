@@ -16,7 +16,16 @@ from vllm.model_executor.layers.quantization import QuantizationConfig
 from vllm.model_executor.layers.rotary_embedding import get_rope
 from vllm.model_executor.models.utils import extract_layer_index
 
-from gated_serving.attention import GateInput, Operation, Position, apply_gate, gate_scores, split_projection
+from gated_serving.attention import (
+    GateInput,
+    Operation,
+    Packing,
+    Position,
+    apply_gate,
+    gate_scores,
+    split_projection,
+    split_projection_by_block,
+)
 from gated_serving.llm.models.configuration import GatedQwen3Config, GatedQwen3MoeConfig
 from vllm_gated.guard import require_guarded_layers
 from vllm_gated.lora import enable_lora_on
@@ -64,6 +73,10 @@ class GatedAttention(nn.Module):
             self.g_const = ConstantGate(gate, share.shape)
         elif not gate.is_packed:
             self.g_proj = gate_projection(gate, share, quant_config=quant_config, prefix=f"{prefix}.g_proj")
+        self.keeps_blocks = gate.is_packed and gate.position in (Position.G1, Position.G4) and not crosses_heads(gate)
+        num_blocks = local.num_heads if gate.packing is Packing.PER_HEAD else local.num_kv_heads
+        by_block = (num_blocks, -1, self.head_dim)
+        self.attended_sizes = by_block if self.keeps_blocks else (-1, self.head_dim)
         self.gathers_logits = gate.is_packed and crosses_heads(gate) and share.num_ranks > 1
         has_all_logits = self.gathers_logits or gate.input is GateInput.CONSTANT
         if not gate.is_packed:
@@ -91,24 +104,27 @@ class GatedAttention(nn.Module):
         """Positions ``[T]`` and normalised hidden states ``[T, H]`` to ``[T, H]``."""
         qkv, _ = self.qkv_proj(hidden_states)
         query, key, value = qkv.split([self.q_size, self.kv_size, self.kv_size], dim=-1)
-        query, logits = self._split_gate(query, hidden_states)
+        query, logits = self._split_gate(query, hidden_states)  # heads by block where they are packed
         query = self._gated_at(Position.G4, query, logits)
         key = self._gated_at(Position.G3, key.unflatten(-1, (-1, self.head_dim)), logits)
         value = self._gated_at(Position.G2, value.unflatten(-1, (-1, self.head_dim)), logits)
         if self.q_norm is not None and self.k_norm is not None:
             query, key = self.q_norm(query), self.k_norm(key)
-        query, key = self.rotary_emb(positions, query.flatten(-2), key.flatten(-2))
-        attended = self.attn(query, key, value.flatten(-2))
-        attended = self._gated_at(Position.G1, attended.unflatten(-1, (-1, self.head_dim)), logits)
-        output, _ = self.o_proj(attended.flatten(-2))
+        query, key = self.rotary_emb(positions, query.flatten(1), key.flatten(1))
+        attended = self.attn(query, key, value.flatten(1))
+        attended = self._gated_at(Position.G1, attended.unflatten(-1, self.attended_sizes), logits)
+        output, _ = self.o_proj(attended.flatten(1))
         return self._gated_at(Position.G5, output.unsqueeze(-2), logits).squeeze(-2)
 
     def _split_gate(self, projected: Tensor, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
         """Queries ``[T, N, D]``, and the logits ``[T, gate heads, W]`` (constant: ``[gate heads, W]``).
 
-        The logits are this rank's, or all heads' where ``head_slice`` says which of them are this rank's.
+        The logits are this rank's, or all heads' where ``head_slice`` says which of them are this rank's. Where
+        ``keeps_blocks``, heads stay by block: ``[T, blocks, N / blocks, D]``, and the logits likewise.
         """
         gate = self.gate
+        if self.keeps_blocks:
+            return split_projection_by_block(projected, gate, self.local_shape)
         if gate.is_packed:
             query, logits = split_projection(projected, gate, self.local_shape)
             return query, self._gather_heads(logits) if self.gathers_logits else logits

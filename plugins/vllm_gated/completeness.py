@@ -65,6 +65,11 @@ def _checked(
 ) -> Iterator[tuple[str, Tensor]]:
     num_rows = _num_attention_rows(model)
     for name, tensor in weights:
+        if name in seen:
+            raise ValueError(
+                f"{name}, shape {list(tensor.shape)}: the checkpoint has this tensor twice, in different files; remove "
+                "the weight files that are not its own"
+            )
         seen.add(name)
         if name.endswith(".bias") and name not in expected and _is_local(model, name) and bool(tensor.any()):
             raise ValueError(

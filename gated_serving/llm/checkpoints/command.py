@@ -40,7 +40,7 @@ def run_doctor(model: str, *, as_json: bool) -> int:
 def run_convert(source: str, target: Path, *, packing: str | None, max_shard_size: str) -> int:
     """Converts with a progress bar; 0 when done, 1 when refused or failed, 2 when source or option is unreadable."""
     try:
-        wanted = _read_packing(packing) if packing else None
+        wanted = _read_packing(packing) if packing is not None else None
         max_shard_bytes = parse_size(max_shard_size)
     except ValueError as error:
         _print_error(error)
@@ -75,7 +75,7 @@ def _read_packing(text: str) -> Packing:
         return Packing(text)
     except ValueError:
         known = ", ".join(Packing)
-        raise ValueError(f"--packing {text}: must be one of {known}") from None
+        raise ValueError(f"--packing {text!r}: must be one of {known}") from None
 
 
 def _print_error(error: object) -> None:

@@ -9,11 +9,12 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import json
+import math
 import os
 import re
 import shutil
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from gated_serving.llm.checkpoints.doctor import OWN_FORMATS, examine
 from gated_serving.llm.checkpoints.errors import ConversionError
 from gated_serving.llm.checkpoints.folder import find_folder, read_config
 from gated_serving.llm.checkpoints.formats import Format, recognise
-from gated_serving.llm.checkpoints.headers import TensorHeader, read_headers
+from gated_serving.llm.checkpoints.headers import read_headers
 from gated_serving.llm.checkpoints.layout import Layout
 from gated_serving.llm.checkpoints.repacking import make_tensor, plan_outputs, repacked_layout
 from gated_serving.llm.checkpoints.shards import (
@@ -55,10 +56,11 @@ def parse_size(text: str) -> int:
     """Bytes from a size such as ``2GB`` or ``500MiB``.
 
     Raises:
-        ValueError: Not such a size, or zero.
+        ValueError: Not such a size, zero, or beyond any disk's.
     """
     match = _SIZE.fullmatch(text.strip())
-    num_bytes = int(float(match[1]) * _UNITS[(match[2] or "B").upper()]) if match else 0
+    size = float(match[1]) * _UNITS[(match[2] or "B").upper()] if match else 0.0
+    num_bytes = int(size) if size < math.inf else 0
     if num_bytes < 1:
         raise ValueError(f"max shard size {text!r}: must be a size such as 2GB or 500MiB")
     return num_bytes
@@ -85,18 +87,22 @@ def convert(
         The target folder.
 
     Raises:
-        ConversionError: The source is ungated or damaged, the target is taken, or the disk is full.
+        ConversionError: The source is ungated, damaged or changed meanwhile, the target is taken, or the disk is full.
         UnreadableCheckpoint: The source cannot be read.
     """
-    target = Path(target)
     folder = find_folder(source, download=True)
-    _check_target(folder, target)
+    target = _check_target(folder, Path(target))
     job = _plan(folder, packing, max_shard_bytes)
     partial = target.with_name(target.name + ".partial")
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         with _own_partial(partial):
             _write(job, partial, on_progress or (lambda done, total: None))
+            if job.current_fingerprint() != job.fingerprint:
+                raise ConversionError(
+                    f"{folder}: its files changed while they were converted, so what was written may be a mixture; "
+                    "the same command starts afresh once they stay as they are"
+                )
             partial.rename(target)
             _sync_folder(target.parent)
             (target / JOURNAL).unlink()
@@ -117,18 +123,42 @@ class _Job:
     source: Layout
     target: Layout
     shards: list[Shard]
-    fingerprint: dict[str, Any]
+    max_shard_bytes: int
+    source_files: tuple[Path, ...]
+    fingerprint: dict[str, Any] = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "fingerprint", self.current_fingerprint())
+
+    def current_fingerprint(self) -> dict[str, Any]:
+        """What must be the same for finished shards to be kept."""
+        assert self.target.gate is not None
+        stats = {path.name: path.stat() for path in self.source_files}
+        return {
+            "version": JOURNAL_VERSION,
+            "packing": str(self.target.gate.packing),
+            "max_shard_bytes": self.max_shard_bytes,
+            "source": {name: [stat.st_size, stat.st_mtime_ns] for name, stat in stats.items()},
+        }
 
     @property
     def num_bytes(self) -> int:
         return sum(shard.num_bytes for shard in self.shards)
 
 
-def _check_target(source: Path, target: Path) -> None:
-    if target.resolve() == source.resolve():
+def _check_target(source: Path, target: Path) -> Path:
+    """Where the target lies, links followed, once it is known to be free."""
+    try:
+        target = target.resolve()
+        source = source.resolve()
+        is_taken = target.exists() and (not target.is_dir() or any(target.iterdir()))
+    except (OSError, RuntimeError, ValueError) as error:  # a name too long, a loop of links, a NUL in it
+        raise ConversionError(f"{target}: cannot be a folder here: {error}") from error
+    if target == source:
         raise ConversionError(f"{target}: is the source itself; name another folder")
-    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+    if is_taken:
         raise ConversionError(f"{target}: already there and not an empty folder; name another, or remove it first")
+    return target
 
 
 def _plan(folder: Path, packing: Packing | None, max_shard_bytes: int) -> _Job:
@@ -155,7 +185,8 @@ def _plan(folder: Path, packing: Packing | None, max_shard_bytes: int) -> _Job:
         source=source,
         target=target,
         shards=plan_shards(plan_outputs(headers, source, target), max_shard_bytes),
-        fingerprint=_fingerprint(folder, headers, target, max_shard_bytes),
+        max_shard_bytes=max_shard_bytes,
+        source_files=tuple(sorted({header.file for header in headers.values()} | {folder / "config.json"})),
     )
 
 
@@ -165,20 +196,6 @@ def _converted_config(config: dict[str, Any], target: Layout) -> dict[str, Any]:
         config = translate_official(config)
     # Code that came with the source describes the source's format.
     return {name: value for name, value in config.items() if name != "auto_map"} | target.gate.to_fields()
-
-
-def _fingerprint(
-    folder: Path, headers: dict[str, TensorHeader], target: Layout, max_shard_bytes: int
-) -> dict[str, Any]:
-    """What must be the same for finished shards to be kept."""
-    assert target.gate is not None
-    files = sorted({header.file for header in headers.values()} | {folder / "config.json"})
-    return {
-        "version": JOURNAL_VERSION,
-        "packing": str(target.gate.packing),
-        "max_shard_bytes": max_shard_bytes,
-        "source": {file.name: [file.stat().st_size, file.stat().st_mtime_ns] for file in files},
-    }
 
 
 @contextlib.contextmanager

@@ -9,19 +9,31 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from gated_serving.attention.config import GateConfig
+from gated_serving.attention.config import AttentionShape, GateConfig
+from gated_serving.llm.checkpoints.errors import BrokenConfig
 from gated_serving.llm.checkpoints.folder import find_folder, read_config
 from gated_serving.llm.checkpoints.formats import Format, Recognised, recognise, stock_layout
 from gated_serving.llm.checkpoints.headers import TensorHeader, read_headers
-from gated_serving.llm.checkpoints.layout import Layout, expected_tensors, is_derived, optional_tensors
+from gated_serving.llm.checkpoints.layout import Layout, expected_tensors, is_derived, optional_tensors, read_shape
 from gated_serving.llm.checkpoints.stock_vllm import NATIVELY_GATED, Outcome, Prediction, predict_load
+from gated_serving.llm.checkpoints.weight_files import find_mistral_files
 
 OWN_FORMATS = (Format.GATED_QWEN3, Format.GATED_QWEN3_MOE)
 
 _GATE_TENSOR = re.compile(
-    r"(attn|attention)\w*\.(\w*_)?(g_proj|g_const|w_g|gate|gate_proj|gate_linear|gating|output_gate)(\.\w+)?$"
+    r"(attn|attention)\w*\.(\w*_)?(g_proj|g_const|w_g|wg|gate|gate_proj|gate_linear|gating|output_gate)(\.\w+)?$"
+    r"|\.(attn|attention)_(gate|gating)(_proj)?\.(weight|bias)$"
+    r"|\.layers\.\d+\.(g_proj|gate|gating|output_gate)\.(weight|bias)$"
 )
 _QUERY_TENSOR = re.compile(r"\.q_proj\.weight$")
+_DECODER_QUERY_TENSOR = re.compile(r"^(model\.)?layers\.\d+\.self_attn\.q_proj\.weight$")
+_WEIGHT_TENSOR = re.compile(r"weight\w*$")
+_FLOATS = ("F16", "BF16", "F32", "F64")
+_FORESEEN = {
+    "activation": Prediction(Outcome.REFUSES, "its class for this architecture computes no activation but silu"),
+    "files": Prediction(Outcome.WRONG, "it loads other files than those that were examined"),
+    "dtype": Prediction(Outcome.WRONG, "it takes the stored numbers for the weights themselves"),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,8 +41,9 @@ class Problem:
     """One thing that is wrong.
 
     Args:
-        kind: ``missing``, ``extra``, ``wrong_shape``, ``gate`` (a sign of a gate that the config does not explain)
-            or ``config``.
+        kind: ``missing``, ``extra``, ``wrong_shape``, ``dtype`` (not one of floating-point weights), ``gate`` (a sign
+            of a gate that the config does not explain), ``files`` (others would be loaded than were examined),
+            ``activation`` (one that vLLM's class does not compute) or ``config``.
         tensor: The tensor's name; None for a fault of the config alone.
         expected: Its shape by the config, if it should be there.
         found: Its shape in the file, if it is there.
@@ -111,8 +124,11 @@ def examine(model: str | Path) -> Diagnosis:
     if recognised.layout is not None and not is_quantised:
         problems += compare(recognised.layout, headers)
     if recognised.format in (Format.UNGATED, Format.UNKNOWN):
-        recognised, suspicions = _look_for_gate(recognised, headers)
+        recognised, suspicions = _look_for_gate(config, recognised, headers)
         problems = suspicions + [problem for problem in problems if not _is_explained(problem, suspicions)]
+    if not is_quantised:
+        problems += _wrong_dtypes(recognised, headers)
+    problems += _other_obstacles(folder, config, recognised)
     stock = _foresee(config, recognised, headers, problems)
     servable, project = _judge(recognised, stock, problems)
     return Diagnosis(
@@ -169,13 +185,12 @@ def _explain_query_rows(layout: Layout, rows: int) -> str:
         return ""
     if rows == layout.shape.num_query_rows:
         return f": queries only, the {layout.gate.granularity} gate's rows are not there"
-    other = _gates_by_extra_rows(layout).get(rows - layout.shape.num_query_rows)
+    other = _gates_by_extra_rows(layout.shape).get(rows - layout.shape.num_query_rows)
     return f": the rows of {other}, while config.json says {layout.gate.granularity}" if other else ""
 
 
-def _gates_by_extra_rows(layout: Layout) -> dict[int, str]:
+def _gates_by_extra_rows(shape: AttentionShape) -> dict[int, str]:
     """Gates by the number of rows they add to ``q_proj``; where two agree, the one of the released models."""
-    shape = layout.shape
     return {
         shape.num_kv_heads: "a headwise gate of keys or values",
         shape.num_kv_heads * shape.head_dim: "an elementwise gate of keys or values",
@@ -184,34 +199,84 @@ def _gates_by_extra_rows(layout: Layout) -> dict[int, str]:
     }
 
 
-def _look_for_gate(recognised: Recognised, headers: Mapping[str, TensorHeader]) -> tuple[Recognised, list[Problem]]:
+def _look_for_gate(
+    config: Mapping[str, Any], recognised: Recognised, headers: Mapping[str, TensorHeader]
+) -> tuple[Recognised, list[Problem]]:
     """Signs of a gate among the tensors of a checkpoint whose config does not speak of one that is known."""
     if recognised.architecture in NATIVELY_GATED:
         return replace(recognised, format=Format.UNKNOWN, faults=()), []
-    suspicions = [*_lost_flags(recognised, headers), *_gate_tensors(headers)]
+    suspicions = [*_lost_flags(config, recognised, headers), *_gate_tensors(headers)]
     return (replace(recognised, format=Format.UNKNOWN) if suspicions else recognised), suspicions
 
 
-def _lost_flags(recognised: Recognised, headers: Mapping[str, TensorHeader]) -> Iterator[Problem]:
+def _lost_flags(
+    config: Mapping[str, Any], recognised: Recognised, headers: Mapping[str, TensorHeader]
+) -> Iterator[Problem]:
     layout = recognised.layout
-    if layout is None:
+    shape = layout.shape if layout is not None else _guess_shape(config)
+    if shape is None:
         return
-    known = _gates_by_extra_rows(layout)
+    known = _gates_by_extra_rows(shape)
+    query_tensor = _QUERY_TENSOR if layout is not None else _DECODER_QUERY_TENSOR
     for name, header in headers.items():
-        if not _QUERY_TENSOR.search(name) or not header.shape:
+        if not query_tensor.search(name) or not header.shape:
             continue
-        extra = header.shape[0] - layout.shape.num_query_rows
+        output = headers.get(name.replace(".q_proj.", ".o_proj."))
+        if layout is None and output is not None and output.shape[-1:] != (shape.num_query_rows,):
+            continue  # this family's heads are of another size than its config's usual fields say
+        extra = header.shape[0] - shape.num_query_rows
         if extra in known:
-            flag = f"{'headwise' if 'headwise' in known[extra] else 'elementwise'}_attn_output_gate"
+            advice = ""
+            if layout is not None:
+                flag = f"{'headwise' if 'headwise' in known[extra] else 'elementwise'}_attn_output_gate"
+                advice = (
+                    f". If this is a released gated checkpoint or a finetune of one, set {flag}=true in config.json"
+                )
             yield Problem(
                 kind="gate",
                 tensor=name,
-                expected=(layout.shape.num_query_rows, layout.shape.hidden_size),
+                expected=(shape.num_query_rows, shape.hidden_size),
                 found=header.shape,
-                message=f"{name} has {header.shape[0]} rows, {layout.shape.num_query_rows} for queries, {extra} more, "
-                f"just those of {known[extra]}, of which config.json says nothing. If this is a released gated "
-                f"checkpoint or a finetune of one, set {flag}=true in config.json",
+                message=f"{name} has {header.shape[0]} rows, {shape.num_query_rows} for queries, {extra} more, "
+                f"just those of {known[extra]}, of which config.json says nothing{advice}",
             )
+
+
+def _guess_shape(config: Mapping[str, Any]) -> AttentionShape | None:
+    """The attention of a family without a table, where its config has the usual fields and they mean the usual."""
+    try:
+        return read_shape(config, default_head_dim=None)
+    except BrokenConfig:
+        return None
+
+
+def _wrong_dtypes(recognised: Recognised, headers: Mapping[str, TensorHeader]) -> Iterator[Problem]:
+    """Weights that loading would turn into numbers as they are, where only a quantisation's scales give them sense."""
+    for name, header in headers.items():
+        is_checked = not is_derived(name) if recognised.layout is not None else _WEIGHT_TENSOR.search(name)
+        if is_checked and header.dtype not in _FLOATS:
+            yield Problem(
+                kind="dtype",
+                tensor=name,
+                found=header.shape,
+                message=f"{name} is stored as {header.dtype}, and config.json has no quantization_config that says "
+                f"what its numbers mean; expected one of {', '.join(_FLOATS)}",
+            )
+
+
+def _other_obstacles(folder: Path, config: Mapping[str, Any], recognised: Recognised) -> Iterator[Problem]:
+    """What stands against serving beside the tensors."""
+    is_qwen = recognised.layout is not None
+    mistral = find_mistral_files(folder)
+    if mistral and (is_qwen or all(path.parent != folder for path in mistral)):
+        yield Problem(
+            kind="files",
+            message=f"{mistral[0]}: vLLM loads files of this name in place of all others, which are those examined; "
+            "move it out of the folder",
+        )
+    activation = config.get("hidden_act", "silu")
+    if is_qwen and activation != "silu":
+        yield Problem(kind="activation", message=f"hidden_act={activation!r}: vLLM's Qwen classes compute 'silu' only")
 
 
 def _gate_tensors(headers: Mapping[str, TensorHeader]) -> Iterator[Problem]:
@@ -237,6 +302,9 @@ def _foresee(
 ) -> Prediction:
     if recognised.format in OWN_FORMATS:
         return Prediction(Outcome.REFUSES, f"it does not know the model type {recognised.model_type!r}")
+    for problem in problems:
+        if problem.kind in _FORESEEN:
+            return _FORESEEN[problem.kind]
     if recognised.architecture in NATIVELY_GATED:
         if problems:
             return Prediction(Outcome.REFUSES, f"loading stops: {problems[0].message}")
@@ -273,7 +341,7 @@ def _remarks(recognised: Recognised, headers: Mapping[str, TensorHeader], *, is_
     if len(dtypes) > 1 and not is_quantised:
         parts = ", ".join(f"{count} in {dtype}" for dtype, count in dtypes.most_common())
         yield f"the tensors differ in dtype: {parts}; they are cast to one when served"
-    if recognised.layout is None:
+    if recognised.layout is None and not recognised.faults:
         yield f"the tensors of model type {recognised.model_type!r} were not checked: this project has no table of them"
-    elif is_quantised:
+    elif recognised.layout is not None and is_quantised:
         yield "the tensors of a quantised checkpoint were not checked; vLLM and its plugin check them while loading"

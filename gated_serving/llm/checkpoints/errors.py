@@ -6,7 +6,7 @@
     ├── UnreadableCheckpoint        config or tensor headers cannot be read
     │   ├── CheckpointNotFound      no such folder, and no such repository at hand
     │   ├── BrokenConfig            no config.json, broken JSON, a field that makes no sense
-    │   ├── BrokenWeights           no weight files, a truncated or broken one, an index that names a missing one
+    │   ├── BrokenWeights           no weight files, a broken one, an index that does not fit them, too many of them
     │   └── PickledObjects          a .bin file with more than tensors in it; never unpickled
     └── ConversionError             a conversion that was refused or failed; nothing is left that looks whole
 """

@@ -25,8 +25,11 @@ def find_folder(model: str | Path, *, download: bool = False) -> Path:
         CheckpointNotFound: Neither a folder nor a repository at hand.
     """
     folder = Path(model)
-    if folder.is_dir():
-        return folder
+    try:
+        if folder.is_dir():
+            return folder
+    except OSError as error:  # such as a name that is too long
+        raise CheckpointNotFound(f"{folder}: no such folder ({error.strerror})") from error
     if str(model) in shipped_models():
         return SHIPPED_MODELS / model
     if folder.is_file():
@@ -75,7 +78,7 @@ def read_config(folder: Path) -> dict[str, Any]:
         raise BrokenConfig(f"{folder}: no config.json; is this a Hugging Face checkpoint folder?")
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise BrokenConfig(f"{path}: not readable as JSON ({error})") from error
     if not isinstance(config, dict):
         raise BrokenConfig(f"{path}: holds a {type(config).__name__}, expected an object")

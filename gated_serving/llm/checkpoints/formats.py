@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from enum import StrEnum
@@ -9,15 +10,17 @@ from typing import Any
 
 from gated_serving.attention.config import FIELD_PREFIX, GateConfig, Granularity, Packing
 from gated_serving.llm.checkpoints.errors import BrokenConfig
-from gated_serving.llm.checkpoints.layout import Layout, read_experts, read_shape, read_size
+from gated_serving.llm.checkpoints.layout import Layout, read_experts, read_num_layers, read_shape, read_size
 from gated_serving.llm.models.official import (
     ARCHITECTURES,
     GRANULARITY_FLAGS,
     MODEL_TYPES,
     is_official_gated,
     official_gate,
+    read_flag,
 )
 
+_FLAGS = ("tie_word_embeddings", "attention_bias", "qkv_bias", "use_qk_norm", *GRANULARITY_FLAGS)
 _QWEN3_HEAD_DIM = 128
 """What transformers takes for a dense Qwen3 whose config has no ``head_dim``."""
 
@@ -64,6 +67,7 @@ def recognise(config: Mapping[str, Any]) -> Recognised:
         BrokenConfig: A field that every model has is absent or makes no sense.
     """
     model_type, architecture = _names(config)
+    _check_values(config, is_known=model_type in (*ARCHITECTURES, *MODEL_TYPES, Format.QWEN3_NEXT))
     base = Recognised(format=Format.UNGATED, model_type=model_type, architecture=architecture)
     if model_type in ARCHITECTURES:
         form = Format(model_type)
@@ -126,6 +130,20 @@ def _names(config: Mapping[str, Any]) -> tuple[str, str]:
     return model_type, architectures[0]
 
 
+def _check_values(config: Mapping[str, Any], *, is_known: bool) -> None:
+    """Refuses values that loading stops at, or that Python would read as something else than was meant."""
+    try:
+        for field in _FLAGS if is_known else ("tie_word_embeddings",):
+            read_flag(config, field)
+    except ValueError as error:
+        raise BrokenConfig(f"config.json: {error}") from error
+    epsilon = config.get("rms_norm_eps")
+    if is_known and epsilon is not None:
+        is_number = isinstance(epsilon, int | float) and not isinstance(epsilon, bool)
+        if not is_number or not 0 < epsilon < math.inf:
+            raise BrokenConfig(f"config.json: rms_norm_eps={epsilon!r}: must be a finite number above 0")
+
+
 def _check_bias(gate: GateConfig, config: Mapping[str, Any]) -> None:
     if gate.init_bias and gate.is_packed and not config.get("attention_bias"):
         raise ValueError(
@@ -176,8 +194,10 @@ def _ungated_layout(config: Mapping[str, Any], base: Recognised) -> Layout | Non
 
 def _qwen3_next_layout(config: Mapping[str, Any], gate: GateConfig) -> Layout:
     """Only the tensors around softmax attention: the rest is transformers' and vLLM's own business."""
-    num_layers = read_size(config, "num_hidden_layers")
+    num_layers = read_num_layers(config)
     kinds = config.get("layer_types")
+    if kinds is not None and (not isinstance(kinds, list) or len(kinds) != num_layers):
+        raise BrokenConfig(f"config.json: layer_types={kinds!r}: must be a list of {num_layers} kinds of layer")
     if kinds is None:
         interval = read_size(config, "full_attention_interval", default=4)
         kinds = ["linear_attention" if (layer + 1) % interval else "full_attention" for layer in range(num_layers)]
@@ -207,7 +227,7 @@ def _layout(
     qk_norm: bool,
 ) -> Layout:
     experts = read_experts(config) if is_moe else None
-    num_layers = read_size(config, "num_hidden_layers")
+    num_layers = read_num_layers(config)
     has_plain_mlp = experts is None or not all(experts.has_experts(layer) for layer in range(num_layers))
     return Layout(
         shape=read_shape(config, default_head_dim=default_head_dim),

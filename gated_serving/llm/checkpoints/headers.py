@@ -14,24 +14,27 @@ import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from gated_serving.llm.checkpoints.errors import BrokenWeights, PickledObjects
+from gated_serving.llm.checkpoints.layout import is_derived
+from gated_serving.llm.checkpoints.weight_files import find_weight_files
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 ITEM_SIZES = {
-    "BOOL": 1, "U8": 1, "I8": 1, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1,
+    "BOOL": 1, "U8": 1, "I8": 1, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1, "F8_E4M3FNUZ": 1, "F8_E5M2FNUZ": 1,
     "U16": 2, "I16": 2, "F16": 2, "BF16": 2,
     "U32": 4, "I32": 4, "F32": 4,
     "U64": 8, "I64": 8, "F64": 8, "C64": 8,
 }  # fmt: skip
 """Bytes an element by safetensors' name of the dtype. Sub-byte dtypes are not listed."""
 
+_SUB_BYTE_DTYPES = frozenset({"F4", "F6_E2M3", "F6_E3M2"})
+
 _LENGTH_BYTES = 8
 _MAX_HEADER_BYTES = 100_000_000  # the safetensors library's own limit
-_SINGLE_FILES = ("model.safetensors", "pytorch_model.bin")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,35 +69,42 @@ class TensorHeader:
 def read_headers(folder: Path) -> dict[str, TensorHeader]:
     """Every tensor of a checkpoint folder, by name, in the files' order.
 
-    safetensors win over .bin and an index over a single file, as in transformers.
-
     Raises:
-        BrokenWeights: No weights, a file that is named but absent, or one that is truncated or broken.
+        BrokenWeights: No weights, weight files that are absent, broken or too many, or an index that does not say
+            what the files hold.
         PickledObjects: A .bin file with more than tensors in it.
     """
-    weight_map = None
-    for single in _SINGLE_FILES:
-        if (folder / single).is_file():
-            return read_file_headers(folder / single)
-        if (index := folder / f"{single}.index.json").is_file():
-            weight_map = _read_index(index)
-            break
-    if weight_map is None:
-        raise BrokenWeights(f"{folder}: no weights found; expected {' or '.join(_SINGLE_FILES)}, or one's .index.json")
+    files = find_weight_files(folder)
     found: dict[str, TensorHeader] = {}
-    for file in sorted(set(weight_map.values())):
-        if not (folder / file).is_file():
-            members = [name for name, place in weight_map.items() if place == file]
+    for path in files.paths:
+        for name, header in read_file_headers(path).items():
+            if name in found:
+                raise BrokenWeights(
+                    f"{path}: holds {name}, which {found[name].file.name} holds too; which of them is loaded would "
+                    "depend on the loader: fetch both files again"
+                )
+            found[name] = header
+    return found if files.places is None else _check_places(folder, found, files.places)
+
+
+def _check_places(
+    folder: Path, found: Mapping[str, TensorHeader], places: Mapping[str, str]
+) -> dict[str, TensorHeader]:
+    """Holds what the files hold against the index. vLLM loads whatever its files hold, listed or not."""
+    for name, place in places.items():
+        if name not in found:
+            raise BrokenWeights(f"{folder / place}: the index says that {name} is in this file, but it is not")
+        if found[name].file.name != place:
             raise BrokenWeights(
-                f"{folder / file}: the index names this file for {len(members)} tensors, among them {members[0]}, "
-                "but it is not there; fetch it again"
+                f"{found[name].file}: holds {name}, which the index says is in {place}; fetch the index and both files "
+                "again"
             )
-        found |= read_file_headers(folder / file)
-    absent = [name for name in weight_map if name not in found or found[name].file.name != weight_map[name]]
-    if absent:
-        file = weight_map[absent[0]]
-        raise BrokenWeights(f"{folder / file}: the index says that {absent[0]} is in this file, but it is not")
-    return {name: header for name, header in found.items() if name in weight_map}
+    for name, header in found.items():
+        if name not in places and not is_derived(name):
+            raise BrokenWeights(
+                f"{header.file}: holds {name}, of which the index says nothing; fetch the index and the file again"
+            )
+    return {name: header for name, header in found.items() if name in places}
 
 
 def read_file_headers(path: Path) -> dict[str, TensorHeader]:
@@ -131,7 +141,7 @@ def open_bin(path: Path) -> dict[str, Tensor]:
             f"{path}: holds pickled objects other than tensors, which could run code when loaded, or is no weight "
             "file at all; save the state dict's tensors only, best as safetensors"
         ) from error
-    except (OSError, RuntimeError, EOFError, ValueError) as error:
+    except Exception as error:  # a damaged pickle raises whatever the instruction it stops at raises
         raise BrokenWeights(f"{path}: broken or truncated ({_first_line(error)}); fetch it again") from error
     if not isinstance(loaded, Mapping):
         raise BrokenWeights(f"{path}: holds a {type(loaded).__name__}, expected a mapping of names to tensors")
@@ -142,19 +152,14 @@ def open_bin(path: Path) -> dict[str, Tensor]:
                 f"{path}: {name!r} is a {type(value).__name__}, expected a tensor; a training checkpoint keeps its "
                 "weights deeper inside: save the model's state dict alone"
             )
+        is_lazy = value.is_meta or value.is_conj() or value.is_neg()
+        if is_lazy or value.is_quantized or value.layout is not torch.strided:
+            raise BrokenWeights(
+                f"{path}: {name} is not stored as plain numbers (it is sparse, quantised, conjugate or without data); "
+                "save it as an ordinary tensor"
+            )
         tensors[name] = value
     return tensors
-
-
-def _read_index(path: Path) -> dict[str, str]:
-    try:
-        weight_map = json.loads(path.read_text())["weight_map"]
-        names_are_plain = all(Path(file).name == file for file in weight_map.values())
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise BrokenWeights(f"{path}: not an index of weights ({_first_line(error)}); fetch it again") from error
-    if not weight_map or not names_are_plain:
-        raise BrokenWeights(f"{path}: weight_map is empty or names files outside its folder")
-    return weight_map
 
 
 def _read_safetensors(path: Path) -> dict[str, TensorHeader]:
@@ -176,26 +181,33 @@ def _read_safetensors(path: Path) -> dict[str, TensorHeader]:
         end = data_start
         tensors: dict[str, TensorHeader] = {}
         for name, entry in entries.items():
-            begin, stop = entry["data_offsets"]
-            end = max(end, data_start + stop)
-            tensor = TensorHeader(
-                name=name, shape=tuple(entry["shape"]), dtype=entry["dtype"], file=path, offset=data_start + begin
-            )
-            if not all(isinstance(extent, int) and extent >= 0 for extent in tensor.shape):
-                raise BrokenWeights(f"{path}: {name} has the shape {list(tensor.shape)}")
-            if tensor.dtype in ITEM_SIZES and (begin < 0 or stop - begin != tensor.num_bytes):
-                raise BrokenWeights(
-                    f"{path}: {name} has {stop - begin} bytes, expected {tensor.num_bytes} for {list(tensor.shape)} "
-                    f"of {tensor.dtype}"
-                )
-            tensors[name] = tensor
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            tensors[name], stop = _read_entry(path, name, entry, data_start)
+            end = max(end, stop)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise BrokenWeights(f"{path}: broken safetensors header ({_first_line(error)}); fetch it again") from error
     if end != size:
         raise BrokenWeights(
             f"{path}: {size} bytes, expected {end}: {'truncated' if size < end else 'bytes left over'}; fetch it again"
         )
     return tensors
+
+
+def _read_entry(path: Path, name: str, entry: Mapping[str, Any], data_start: int) -> tuple[TensorHeader, int]:
+    """One tensor of a safetensors header, and where its data ends in the file, in bytes."""
+    begin, stop = entry["data_offsets"]
+    shape, dtype = tuple(entry["shape"]), entry["dtype"]
+    if not all(type(extent) is int and extent >= 0 for extent in shape):
+        raise BrokenWeights(f"{path}: {name} has the shape {list(shape)}")
+    if not type(begin) is type(stop) is int or not 0 <= begin <= stop:
+        raise BrokenWeights(f"{path}: {name} has the data_offsets {entry['data_offsets']}; fetch it again")
+    if dtype not in ITEM_SIZES and dtype not in _SUB_BYTE_DTYPES:
+        raise BrokenWeights(f"{path}: {name} has the dtype {dtype!r}, which safetensors does not know; fetch it again")
+    tensor = TensorHeader(name=name, shape=shape, dtype=dtype, file=path, offset=data_start + begin)
+    if dtype in ITEM_SIZES and stop - begin != tensor.num_bytes:
+        raise BrokenWeights(
+            f"{path}: {name} has {stop - begin} bytes, expected {tensor.num_bytes} for {list(shape)} of {dtype}"
+        )
+    return tensor, data_start + stop
 
 
 def _dtype_name(tensor: Tensor, path: Path, name: str) -> str:

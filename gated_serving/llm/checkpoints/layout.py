@@ -16,6 +16,8 @@ from gated_serving.attention.config import AttentionShape, GateConfig, GateInput
 from gated_serving.llm.checkpoints.errors import BrokenConfig
 
 Shape = tuple[int, ...]
+MAX_LAYERS = 10_000
+MAX_EXPERTS = 200_000  # of all layers together
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,20 +92,31 @@ def is_derived(name: str) -> bool:
     return name.endswith(("rotary_emb.inv_freq", "rotary_emb.cos_cached", "rotary_emb.sin_cached"))
 
 
-def read_size(config: Mapping[str, Any], field: str, *, default: int | None = None, minimum: int = 1) -> int:
-    """A whole number from config.json.
+def read_size(config: Mapping[str, Any], field: str, *, default: int | None = None, maximum: int | None = None) -> int:
+    """A whole number of at least 1 from config.json.
 
     Raises:
-        BrokenConfig: The field is absent without a default, or is no whole number of at least ``minimum``.
+        BrokenConfig: The field is absent without a default, or is no whole number from 1 to ``maximum``.
     """
     value = config.get(field, default)
     if value is None:
         if default is None:
             raise BrokenConfig(f"config.json: {field} is missing")
         value = default
-    if not isinstance(value, int) or isinstance(value, bool) or value < minimum:
-        raise BrokenConfig(f"config.json: {field}={value!r}: must be a whole number of at least {minimum}")
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise BrokenConfig(f"config.json: {field}={value!r}: must be a whole number of at least 1")
+    if maximum is not None and value > maximum:
+        raise BrokenConfig(f"config.json: {field}={value!r}: must be at most {maximum}")
     return value
+
+
+def read_num_layers(config: Mapping[str, Any]) -> int:
+    """``num_hidden_layers``, of a size that a model can have: every tensor of every layer is gone through.
+
+    Raises:
+        BrokenConfig: It is absent or makes no sense.
+    """
+    return read_size(config, "num_hidden_layers", maximum=MAX_LAYERS)
 
 
 def read_shape(config: Mapping[str, Any], *, default_head_dim: int | None) -> AttentionShape:
@@ -140,7 +153,11 @@ def read_experts(config: Mapping[str, Any]) -> Experts:
         raise BrokenConfig(f"config.json: mlp_only_layers={dense_layers!r}: must be a list of layer numbers")
     return Experts(
         # transformers writes the one name and reads both.
-        count=read_size(config, "num_local_experts" if "num_local_experts" in config else "num_experts"),
+        count=read_size(
+            config,
+            "num_local_experts" if "num_local_experts" in config else "num_experts",
+            maximum=MAX_EXPERTS // read_num_layers(config),
+        ),
         size=read_size(config, "moe_intermediate_size"),
         step=read_size(config, "decoder_sparse_step", default=1),
         dense_layers=tuple(dense_layers),

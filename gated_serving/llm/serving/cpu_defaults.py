@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from gated_serving.llm.serving.errors import MachineError
+from gated_serving.llm.serving.errors import MachineError, UsageError
 from gated_serving.llm.serving.machine import available_memory_bytes, num_physical_cores
 from gated_serving.llm.serving.model_source import ServedModel
 from gated_serving.llm.serving.options import ServeSettings
@@ -34,6 +34,8 @@ MAX_DEFAULT_CACHE_BYTES = 8 * GIB
 MIN_DEFAULT_CACHE_BYTES = 64 * MIB
 PROCESS_BYTES = int(1.2 * GIB)  # what vLLM's processes hold beside weights and cache
 BLOCK_TOKENS = 128  # vLLM's block size on a CPU
+_SIZE_FIELDS = ("num_hidden_layers", "num_attention_heads", "hidden_size")
+_OPTIONAL_SIZE_FIELDS = ("head_dim", "num_key_value_heads")
 _DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 _CACHE_VARIABLE = "VLLM_CPU_KVCACHE_SPACE"
 # Anything of this asks for more than one engine process, or says how processes are made.
@@ -70,6 +72,7 @@ def plan_cpu(settings: ServeSettings, model: ServedModel) -> LaunchPlan:
 
     Raises:
         MachineError: The KV cache asked for, or the smallest one that works, does not fit into memory.
+        UsageError: ``max_position_embeddings`` is no length.
     """
     notes: list[str] = []
     dtype = _choose_dtype(settings, model.config)
@@ -96,7 +99,7 @@ def _choose_dtype(settings: ServeSettings, config: dict[str, Any]) -> str:
 def cache_bytes_per_token(config: dict[str, Any], dtype: str) -> int:
     """Bytes of keys and values that one token takes, over all layers."""
     heads = int(config["num_attention_heads"])
-    head_dim = int(config.get("head_dim") or config["hidden_size"] // heads)
+    head_dim = int(config.get("head_dim") or max(1, config["hidden_size"] // heads))
     num_kv_heads = int(config.get("num_key_value_heads") or heads)
     return 2 * int(config["num_hidden_layers"]) * num_kv_heads * head_dim * _DTYPE_BYTES.get(dtype, 2)
 
@@ -157,18 +160,24 @@ def _growth(model: ServedModel, dtype: str) -> float:
 
 
 def _max_length(settings: ServeSettings, config: dict[str, Any]) -> int | None:
-    """Tokens of the longest sequence, or None where layers are not all full attention."""
+    """Tokens of the longest sequence, or None where layers are not all full attention of one known size."""
+    sizes = [config.get(name) for name in _SIZE_FIELDS]
+    sizes += [config[name] for name in _OPTIONAL_SIZE_FIELDS if config.get(name) is not None]
     if (
         config.get("model_type") == "qwen3_next"
         or config.get("use_sliding_window")
-        or "num_hidden_layers" not in config
+        or not all(isinstance(size, int) and size > 0 for size in sizes)
     ):
         return None
     asked = settings.value("--max-model-len")
     if asked is not None:
         return parse_size(asked)
     length = config.get("max_position_embeddings")
-    return int(length) if length else None
+    if length is None:
+        return None
+    if not isinstance(length, int) or isinstance(length, bool) or length < 1:
+        raise UsageError(f"config.json: max_position_embeddings={length!r}: must be a whole number of at least 1")
+    return length
 
 
 def _asked_cache_bytes(settings: ServeSettings) -> int | None:

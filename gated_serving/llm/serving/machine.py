@@ -136,6 +136,8 @@ def claim_port(host: str, port: int) -> int:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     except socket.gaierror as error:
         raise UsageError(f"--host {host}: not a known address: {error.strerror}") from error
+    except UnicodeError as error:  # no name of a host: an empty part, or one that is too long
+        raise UsageError(f"--host {host}: not a known address: {error}") from error
     with socket.socket(family, kind, protocol) as listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:

@@ -47,7 +47,7 @@ def find_folder(model: str) -> Path:
     """
     try:
         return checkpoint_folder.find_folder(Path(model).expanduser()).resolve()
-    except CheckpointNotFound as error:
+    except (CheckpointNotFound, RuntimeError) as error:  # the latter from a ~name that is nobody's
         shipped = ", ".join(checkpoint_folder.shipped_models())
         raise UsageError(
             f"{error}. MODEL is a checkpoint folder on this machine or a shipped model ({shipped})"

@@ -50,7 +50,8 @@ def build_config(
         eos_token_id: The end-of-text token, where there is a tokenizer.
 
     Raises:
-        ValueError: No vocabulary size is known, or the embedding would have fewer rows than the tokenizer has entries.
+        ValueError: No vocabulary size is known, or the embedding would have fewer rows than the tokenizer has entries,
+            or ``settings.extra`` names a field that the config does not have or that has a setting of its own.
     """
     rows = settings.vocab_size or vocab_size
     if rows is None:
@@ -65,12 +66,32 @@ def build_config(
     if settings.is_gated:
         fields |= settings.gate_fields()
     config_class, _ = _CLASSES[settings.family]
-    return config_class(**fields | dict(settings.extra))
+    _check_extra(settings, fields, config_class)
+    try:
+        return config_class(**fields | dict(settings.extra))
+    except Exception as error:  # each config class has its own
+        raise ValueError(f"model: these settings make no {config_class.__name__}: {error!r}") from error
+
+
+def _check_extra(settings: ModelSettings, fields: dict[str, Any], config_class: type[PreTrainedConfig]) -> None:
+    known = config_class()
+    for name in settings.extra:
+        if name in fields:
+            raise ValueError(f"model.extra={dict(settings.extra)!r}: {name} has a setting of its own; use that")
+        if not hasattr(known, name):
+            raise ValueError(f"model.extra={dict(settings.extra)!r}: {config_class.__name__} has no field {name!r}")
 
 
 def build_model(settings: ModelSettings, config: PreTrainedConfig) -> PreTrainedModel:
-    """A freshly initialised model in float32, on the device of the surrounding ``torch.device`` context."""
-    return model_class(settings.family)(config)
+    """A freshly initialised model in float32, on the device of the surrounding ``torch.device`` context.
+
+    Raises:
+        ValueError: The config makes no model, as with an activation that nobody knows.
+    """
+    try:
+        return model_class(settings.family)(config)
+    except Exception as error:  # a wrong field shows itself in as many ways as there are layers
+        raise ValueError(f"model: these settings make no {settings.family} model: {error!r}") from error
 
 
 def model_class(model_type: str) -> type[PreTrainedModel]:

@@ -45,7 +45,7 @@ def run_command(
         if resume and (settings := read_settings(folder)) is not None and settings.name == base.name:
             base = settings  # so that a resumed run needs none of its overrides again
         run = apply_overrides(base, overrides)
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         console.print(f"train-llm: {error}", markup=False, soft_wrap=True)
         return _USAGE_ERROR
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)

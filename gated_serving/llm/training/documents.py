@@ -10,9 +10,10 @@ import hashlib
 import logging
 import sysconfig
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
-from datasets import Dataset, load_dataset
+from datasets import Dataset, Value, load_dataset
+from datasets.exceptions import DatasetsError
 
 from gated_serving.llm.training.settings import DataSettings
 
@@ -20,6 +21,7 @@ logger = logging.getLogger(__name__)
 
 _FORMAT_BY_SUFFIX = {".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "jsonl", ".parquet": "parquet"}
 _BUILDER_BY_FORMAT = {"jsonl": "json", "parquet": "parquet"}
+_TEXT_TYPES = frozenset({"string", "large_string", "string_view"})
 _STDLIB_EXCLUDED = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"})
 
 
@@ -32,27 +34,27 @@ def load_documents(settings: DataSettings, cache_dir: Path) -> Dataset:
 
     Raises:
         FileNotFoundError: The source names no file.
-        ValueError: The text's column is missing, or there are fewer than two documents.
+        ValueError: The tables cannot be read, the text's column is missing or holds no text, or there are fewer than
+            two documents.
     """
     kind, files = _locate(settings)
     if kind == "dataset":
-        documents = load_dataset(settings.source, settings.dataset_config, split=settings.dataset_split)
-        documents = cast("Dataset", documents)
+        documents = _load(settings, settings.source, settings.dataset_config, split=settings.dataset_split)
     elif kind == "text":
         if settings.max_documents is not None:
             files = files[: settings.max_documents]
-        texts = [path.read_bytes().decode("utf-8", errors="replace") for path in files]
-        documents = Dataset.from_dict({"text": texts})
+        documents = Dataset.from_dict({"text": _read_texts(files)})
     else:
         names = [str(path) for path in files]
-        documents = load_dataset(_BUILDER_BY_FORMAT[kind], data_files=names, split="train", cache_dir=str(cache_dir))
-        documents = cast("Dataset", documents)
+        builder = _BUILDER_BY_FORMAT[kind]
+        documents = _load(settings, builder, data_files=names, split="train", cache_dir=str(cache_dir))
     field = "text" if kind == "text" else settings.text_field
     if field not in documents.column_names:
         raise ValueError(
             f"data.text_field={field!r}: {settings.source} has no such column; "
             f"it has {', '.join(documents.column_names)}"
         )
+    _check_text(documents, field, settings)
     documents = documents.select_columns([field])
     if field != "text":
         documents = documents.rename_column(field, "text")
@@ -65,6 +67,42 @@ def load_documents(settings: DataSettings, cache_dir: Path) -> Dataset:
             "on and one to hold out are needed"
         )
     return documents
+
+
+def _load(settings: DataSettings, *args: Any, **kwargs: Any) -> Dataset:
+    try:
+        return cast("Dataset", load_dataset(*args, **kwargs))
+    except StopIteration:
+        raise ValueError(f"data.source={settings.source!r}: holds no document") from None
+    except DatasetsError as error:
+        reason = f"{error} ({error.__cause__})" if error.__cause__ else str(error)
+        raise ValueError(f"data.source={settings.source!r}: cannot be read: {reason}") from error
+
+
+def _check_text(documents: Dataset, field: str, settings: DataSettings) -> None:
+    kind = documents.features[field]
+    if not isinstance(kind, Value) or kind.dtype not in _TEXT_TYPES:
+        raise ValueError(f"data.text_field={field!r}: in {settings.source} this column holds {kind}, not text")
+
+
+def _read_texts(files: list[Path]) -> list[str]:
+    """The files as text; bytes that are not UTF-8 become U+FFFD, with a warning."""
+    texts: list[str] = []
+    broken: list[Path] = []
+    for path in files:
+        content = path.read_bytes()
+        try:
+            texts.append(content.decode("utf-8"))
+        except UnicodeDecodeError:
+            broken.append(path)
+            texts.append(content.decode("utf-8", errors="replace"))
+    if broken:
+        logger.warning(
+            "%d of %d files are not UTF-8, the first is %s; their other bytes are read as U+FFFD. "
+            "Narrow data.pattern where they are no text",
+            len(broken), len(files), broken[0],
+        )  # fmt: skip
+    return texts
 
 
 def is_held_out(text: str, share: float) -> bool:

@@ -1,12 +1,13 @@
 """One training from its settings to a finished model folder; can be killed at any moment and resumed.
 
-The output folder holds ``run.json`` (the settings), ``tokenizer/``, ``checkpoints/``, ``tensorboard/``,
-``metrics.jsonl`` and, once the run is over, the model itself: weights, config, tokenizer, generation config and
-``training_record.json``.
+The output folder holds ``run.json`` (the settings), ``data.json`` (a digest of the data), ``tokenizer/``,
+``checkpoints/``, ``tensorboard/``, ``metrics.jsonl`` and, once the run is over, the model itself: weights, config,
+tokenizer, generation config and ``training_record.json``.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import logging
@@ -21,12 +22,20 @@ import torch
 import transformers
 from accelerate import PartialState
 from datasets import Dataset
-from transformers import GenerationConfig, PreTrainedTokenizerBase, set_seed
+from safetensors import SafetensorError
+from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase, set_seed
 
 from gated_serving.llm.training import checkpoints
 from gated_serving.llm.training.architecture import build_config, build_model, count_parameters
 from gated_serving.llm.training.documents import load_documents, split_documents
-from gated_serving.llm.training.overrides import RUN_SETTINGS
+from gated_serving.llm.training.output_folder import (
+    OutputFolderError,
+    UnusableInputError,
+    check_data,
+    claim,
+    discard,
+    locked,
+)
 from gated_serving.llm.training.packing import collate, make_sequences
 from gated_serving.llm.training.settings import TrainingRun
 from gated_serving.llm.training.telemetry import MetricsLog, read_metrics
@@ -38,14 +47,6 @@ logger = logging.getLogger(__name__)
 RECORD = "training_record.json"
 METRICS = "metrics.jsonl"
 _STAGING = ".finished.partial"
-
-
-class OutputFolderError(Exception):
-    """The output folder holds something that this run must not overwrite."""
-
-
-class UnusableInputError(Exception):
-    """The data, the tokenizer or the machine cannot be used as the settings ask; the message says what to change."""
 
 
 def train(run: TrainingRun, output: Path, *, resume: bool = False, progress: bool = True) -> Path:
@@ -71,35 +72,29 @@ def train(run: TrainingRun, output: Path, *, resume: bool = False, progress: boo
             "runtime.fsdp=True: sharding needs several processes on accelerators; start the command with torchrun or "
             "accelerate launch, or set runtime.fsdp=false"
         )
-    with state.main_process_first():
-        is_new = _claim(run, output, resume=resume or not state.is_main_process)
-    if checkpoints.is_whole(output):
-        logger.info("%s holds the finished model already", output)
-        return output
+    with locked(output) if state.is_main_process else contextlib.nullcontext():
+        with state.main_process_first():
+            is_new = claim(run, output, resume=resume or not state.is_main_process)
+        if checkpoints.is_whole(output):
+            logger.info("%s holds the finished model already", output)
+            return output
+        try:
+            _train(run, output, state, progress=progress)
+        except Exception:
+            if is_new:
+                discard(output)
+            raise
+    return output
+
+
+def _train(run: TrainingRun, output: Path, state: PartialState, *, progress: bool) -> None:
     if run.runtime.num_threads is not None:
         torch.set_num_threads(run.runtime.num_threads)
-
-    with state.main_process_first():
-        try:
-            documents = split_documents(load_documents(run.data, output / "cache"), run.data.held_out_share)
-            tokenizer = _tokenizer(run, documents, output / "tokenizer")
-            sequences = {side: make_sequences(documents[side], tokenizer, run.data) for side in documents}
-            config = build_config(
-                run.model,
-                vocab_size=len(tokenizer),
-                eos_token_id=tokenizer.eos_token_id,  # pyright: ignore[reportArgumentType]
-            )
-        except (OSError, ValueError) as error:
-            if is_new:
-                shutil.rmtree(output)  # so that the same command works once what is wrong is mended
-            raise UnusableInputError(str(error)) from error
+    documents, tokenizer, sequences, model = _prepare(run, output, state)
     logger.info(
         "%d documents and %d sequences to train on, %d and %d held out",
         len(documents["train"]), len(sequences["train"]), len(documents["held_out"]), len(sequences["held_out"]),
     )  # fmt: skip
-
-    set_seed(run.optimisation.seed)
-    model = build_model(run.model, config)
     num_steps = run.num_steps(state.num_processes)
     tokens_per_step = run.optimisation.batch_size * run.optimisation.gradient_accumulation_steps
     tokens_per_step *= run.data.sequence_length * state.num_processes
@@ -115,71 +110,62 @@ def train(run: TrainingRun, output: Path, *, resume: bool = False, progress: boo
     start = checkpoints.last_complete(output / "checkpoints")
     if start is not None:
         logger.info("resuming from step %d", checkpoints.step_of(start))
-    trainer.train(resume_from_checkpoint=str(start) if start else None)
-    _finish(run, output, trainer, tokenizer, documents, sequences["held_out"], tokens=num_steps * tokens_per_step)
-    return output
+    try:
+        trainer.train(resume_from_checkpoint=str(start) if start else None)
+        if trainer.state.global_step != num_steps:
+            raise UnusableInputError(
+                f"optimisation.num_tokens={run.optimisation.num_tokens}: training ended at step "
+                f"{trainer.state.global_step} of {num_steps}; no model is written"
+            )
+        _finish(run, output, trainer, tokenizer, documents, sequences["held_out"], tokens=num_steps * tokens_per_step)
+    except UnusableInputError:
+        raise
+    except Exception as error:
+        if start is not None and not trainer.has_stepped:
+            raise OutputFolderError(
+                f"{start}: the run cannot go on from this checkpoint ({error}); if it is damaged, delete it, and "
+                "--resume goes on from the one before"
+            ) from error
+        if isinstance(error, (OSError, SafetensorError)):
+            raise OutputFolderError(
+                f"{output}: stopped at step {trainer.state.global_step} ({error}); once that is mended, --resume goes "
+                "on from the last checkpoint, if there was one by then"
+            ) from error
+        raise
 
 
-def _claim(run: TrainingRun, output: Path, *, resume: bool) -> bool:
-    """Makes the output folder this run's own, and says whether it held nothing before."""
-    wanted = json.loads(json.dumps(dataclasses.asdict(run)))
-    path = output / RUN_SETTINGS
-    if path.exists():
-        if not resume:
-            raise OutputFolderError(f"{output} holds a run already: go on with --resume, or give another --output")
-        found = json.loads(path.read_text())
-        _check_budget(run, found, output)
-        found["optimisation"]["num_tokens"] = run.optimisation.num_tokens
-        if difference := _first_difference(found, wanted):
-            raise OutputFolderError(f"{output} holds a run with other settings: {difference}; give another --output")
-        _write_settings(path, wanted)
-        for broken in checkpoints.remove_incomplete(output / "checkpoints"):
-            logger.warning("%s was not written to its end and is removed", broken)
-        return False
-    if output.is_dir() and any(output.iterdir()):
-        raise OutputFolderError(f"{output} is not empty and holds no run: give another --output")
-    output.mkdir(parents=True, exist_ok=True)
-    _write_settings(path, wanted)
-    return True
-
-
-def _write_settings(path: Path, settings: dict[str, Any]) -> None:
-    partial = path.with_suffix(".partial")
-    partial.write_text(json.dumps(settings, indent=2) + "\n")
-    partial.replace(path)
-
-
-def _check_budget(run: TrainingRun, found: dict[str, Any], output: Path) -> None:
-    """A resumed run may have another token budget as long as its learning rate has not begun to decay.
-
-    With ``wsd`` the steps before the decay do not depend on the budget, once the warm-up is over.
-    """
-    before, after = found["optimisation"]["num_tokens"], run.optimisation.num_tokens
-    last = checkpoints.last_complete(output / "checkpoints")
-    if before == after or last is None:
-        return
-    step = run.optimisation
-    share = checkpoints.step_of(last) / run.num_steps(PartialState().num_processes)
-    share_before = share * after / before
-    constant = all(step.warmup_share <= done <= 1 - step.decay_share for done in (share, share_before))
-    if step.schedule != "wsd" or not constant:
-        raise OutputFolderError(
-            f"{output} holds a run with optimisation.num_tokens={before}, not {after}: the budget can change only with "
-            "schedule='wsd' and between warm-up and decay; give another --output"
+def _prepare(
+    run: TrainingRun, output: Path, state: PartialState
+) -> tuple[dict[str, Dataset], PreTrainedTokenizerBase, dict[str, Dataset], PreTrainedModel]:
+    """Documents and packed sequences of each side, the tokenizer and the model before its first step."""
+    with state.main_process_first():
+        try:
+            documents = split_documents(load_documents(run.data, output / "cache"), run.data.held_out_share)
+            tokenizer = _tokenizer(run, documents, output / "tokenizer")
+            sequences = {side: make_sequences(documents[side], tokenizer, run.data) for side in documents}
+            config = build_config(
+                run.model,
+                vocab_size=len(tokenizer),
+                eos_token_id=tokenizer.eos_token_id,  # pyright: ignore[reportArgumentType]
+            )
+            if state.is_main_process:
+                check_data(output, sequences)
+            set_seed(run.optimisation.seed)
+            model = build_model(run.model, config)
+        except (OSError, ValueError) as error:
+            raise UnusableInputError(str(error)) from error
+    batch = run.optimisation.batch_size * state.num_processes
+    if len(sequences["train"]) < batch:
+        raise UnusableInputError(
+            f"optimisation.batch_size={run.optimisation.batch_size}: {state.num_processes} process(es) take {batch} "
+            f"sequences at once, and the training documents make {len(sequences['train'])}; give more documents, a "
+            "smaller batch_size or a shorter data.sequence_length"
         )
+    return documents, tokenizer, sequences, model
 
 
 def _first(sequences: Dataset, limit: int | None) -> Dataset:
     return sequences if limit is None else sequences.select(range(min(limit, len(sequences))))
-
-
-def _first_difference(found: Any, wanted: Any, name: str = "") -> str | None:
-    if isinstance(found, dict) and isinstance(wanted, dict):
-        for key in [*wanted, *(key for key in found if key not in wanted)]:
-            if difference := _first_difference(found.get(key), wanted.get(key), f"{name}.{key}".lstrip(".")):
-                return difference
-        return None
-    return None if found == wanted else f"{name} is {found!r} there and {wanted!r} here"
 
 
 def _tokenizer(run: TrainingRun, documents: dict[str, Dataset], folder: Path) -> PreTrainedTokenizerBase:
@@ -207,15 +193,20 @@ def _finish(
     tokens: int,
 ) -> None:
     """Writes the finished model beside the run, then moves it in."""
+    # Every process measures all of it, because a sharded model runs only where all processes run it.
+    model = trainer.model_wrapped if trainer.is_fsdp_enabled else trainer.accelerator.unwrap_model(trainer.model)
+    assert model is not None
+    loss = held_out_loss(model, held_out, run.optimisation.batch_size)
+    if not math.isfinite(loss[0]):
+        raise UnusableInputError(
+            f"the held-out loss after step {trainer.state.global_step} is {loss[0]}: training diverged and no model is "
+            "written; try a lower optimisation.learning_rate or a longer optimisation.warmup_share in another --output"
+        )
     staging = output / _STAGING
     if trainer.is_world_process_zero():
         shutil.rmtree(staging, ignore_errors=True)
     trainer.accelerator.wait_for_everyone()
     trainer.save_model(str(staging), _internal_call=True)
-    # Every process measures all of it, because a sharded model runs only where all processes run it.
-    model = trainer.model_wrapped if trainer.is_fsdp_enabled else trainer.accelerator.unwrap_model(trainer.model)
-    assert model is not None
-    loss = held_out_loss(model, held_out, run.optimisation.batch_size)
     trainer.accelerator.wait_for_everyone()
     if not trainer.is_world_process_zero():
         return
@@ -261,7 +252,7 @@ def _record(
         "num_bytes": num_bytes,
         "num_train_sequences": len(trainer.train_dataset),  # pyright: ignore[reportArgumentType]
         "num_tokens": tokens,
-        "num_steps": trainer.state.max_steps,
+        "num_steps": trainer.state.global_step,
         "seconds": metrics[-1]["seconds"] if metrics else None,
         "train_loss": next((line["loss"] for line in reversed(metrics) if "loss" in line), None),
         "held_out_loss": loss,

@@ -70,7 +70,8 @@ class MetricsLog(TrainerCallback):
         """Writes the mean gates, over the first held-out batch."""
         model, batches = kwargs.get("model"), kwargs.get("eval_dataloader")
         if model is not None and batches is not None and not args.fsdp:
-            means = mean_gates(model, next(iter(batches)))
+            batch = next(iter(batches), None)
+            means = mean_gates(model, batch) if batch is not None else []
             if means and state.is_world_process_zero:
                 self._append(state, {"mean_gate": means})
         self._last = (time.perf_counter(), state.global_step)  # an evaluation's time is not training time

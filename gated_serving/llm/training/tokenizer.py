@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from pathlib import Path
 
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
@@ -57,9 +58,13 @@ def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
     """Loads a given tokenizer.
 
     Raises:
+        FileNotFoundError: The path is one of a folder that does not exist.
         ValueError: It has no end-of-text token, which must stand between documents.
     """
-    tokenizer = AutoTokenizer.from_pretrained(path)
+    # A model hub's names have at most one slash; anything else with slashes can only be a folder.
+    if (path.startswith((".", "/", "~")) or path.count("/") > 1) and not Path(path).expanduser().is_dir():
+        raise FileNotFoundError(f"tokenizer.path={path!r}: there is no such folder")
+    tokenizer = AutoTokenizer.from_pretrained(str(Path(path).expanduser()) if path.startswith("~") else path)
     if tokenizer.eos_token_id is None:
         raise ValueError(f"tokenizer.path={path!r}: the tokenizer has no eos_token, which must stand between documents")
     return tokenizer

@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 from datasets import Dataset
-from torch import nn
+from safetensors import SafetensorError
+from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 from transformers import Trainer, TrainingArguments
@@ -21,10 +22,32 @@ from gated_serving.llm.training.settings import TrainingRun
 
 
 class ResumableTrainer(Trainer):
-    """The Trainer; a checkpoint's marker is written when every process has written its part."""
+    """The Trainer; a checkpoint's marker is written when every process has written its part.
+
+    Attributes:
+        has_stepped: Whether training itself has begun, so that a checkpoint to resume from has been read.
+    """
+
+    has_stepped = False
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
+        """One micro-step."""
+        self.has_stepped = True
+        return super().training_step(*args, **kwargs)
+
+    def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader[Any]:
+        """Every held-out sequence, also where they do not fill a batch; only training needs full batches."""
+        drop_last, self.args.dataloader_drop_last = self.args.dataloader_drop_last, False
+        try:
+            return super().get_eval_dataloader(eval_dataset)
+        finally:
+            self.args.dataloader_drop_last = drop_last
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
-        super()._save_checkpoint(model, trial)
+        try:
+            super()._save_checkpoint(model, trial)
+        except (RuntimeError, SafetensorError) as error:  # both also mean a full disk
+            raise OSError(f"the checkpoint of step {self.state.global_step} was not written: {error}") from error
         self.accelerator.wait_for_everyone()
         if self.args.should_save:
             folder = Path(str(self.args.output_dir)) / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
@@ -120,4 +143,4 @@ def held_out_loss(model: nn.Module, sequences: Dataset, batch_size: int) -> tupl
             logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORED_LABEL, reduction="sum"
         ).item()
         count += int((labels != IGNORED_LABEL).sum())
-    return total / count, count
+    return (total / count if count else math.nan), count

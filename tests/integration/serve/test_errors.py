@@ -38,7 +38,7 @@ def test_no_such_folder() -> None:
 
 
 def test_a_file_is_not_a_folder(tiny_folder: Path) -> None:
-    assert_refused(run_serve(tiny_folder / "config.json"), 2, "is a file")
+    assert_refused(run_serve(tiny_folder / "config.json"), 2, "a file; name the checkpoint's folder")
 
 
 def test_a_truncated_weight_file(copy: Path) -> None:

@@ -10,6 +10,7 @@ from gated_serving.attention import (
     reference_split,
     repack_rows,
     split_projection,
+    split_projection_by_block,
     split_rows,
 )
 
@@ -83,6 +84,11 @@ def test_splitting_the_projection_is_projecting_with_the_split_rows(gate: GateCo
     assert logits.shape == (2, 3, gate.num_gate_heads(shape), gate.gate_width(shape))
     torch.testing.assert_close(queries.flatten(2), hidden @ query_rows.T)
     torch.testing.assert_close(logits.flatten(2), hidden @ gate_rows.T)
+    for by_block, by_head in zip(
+        split_projection_by_block(hidden @ weight.T, gate, shape), (queries, logits), strict=True
+    ):
+        assert by_block.ndim == by_head.ndim + 1
+        assert torch.equal(by_block.flatten(2, 3), by_head)
 
 
 def test_a_wrong_number_of_rows_is_named() -> None:

@@ -244,6 +244,33 @@ def test_disk_that_fills_midway(tmp_path):
     assert examine(convert(folder, tmp_path / "own", max_shard_bytes=SMALL_SHARDS)).servable
 
 
+def test_source_that_changes_meanwhile_is_not_published(tmp_path):
+    folder = make_official(tmp_path / "official")
+    target = tmp_path / "own"
+
+    def replace(done, total):
+        if done < total / 2:
+            make_official(folder, seed=1)
+
+    with pytest.raises(ConversionError, match="changed while they were converted"):
+        convert(folder, target, max_shard_bytes=SMALL_SHARDS, on_progress=replace)
+    assert not target.exists()
+    assert_same_bits(read_weights(convert(folder, target, max_shard_bytes=SMALL_SHARDS)), read_weights(folder))
+
+
+def test_empty_folder_that_is_reached_by_another_name(tmp_path, monkeypatch):
+    folder = make_official(tmp_path / "official")
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    assert examine(convert(folder, ".")).servable
+    (tmp_path / "link").symlink_to(tmp_path / "there")
+    assert convert(folder, tmp_path / "link") == tmp_path / "there"
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    for target in ("x" * 300, tmp_path / "loop"):
+        with pytest.raises(ConversionError, match="cannot be a folder here"):
+            convert(folder, target)
+
+
 def test_memory_stays_near_one_shard(tmp_path):
     """The same 60 MB as .bin and as safetensors; both in 4 MB shards."""
     script = (
@@ -269,7 +296,7 @@ def test_sizes(text, expected):
     assert parse_size(text) == expected
 
 
-@pytest.mark.parametrize("text", ["", "GB", "-1GB", "0", "2 apples"])
+@pytest.mark.parametrize("text", ["", "GB", "-1GB", "0", "2 apples", "9" * 400])
 def test_sizes_that_make_no_sense(text):
     with pytest.raises(ValueError, match="max shard size"):
         parse_size(text)
@@ -284,7 +311,7 @@ def test_command(tmp_path):
     assert examine(tmp_path / "own").servable
     again = subprocess.run([*command, *arguments], check=False, capture_output=True, text=True)
     assert (again.returncode, "not an empty folder" in again.stderr) == (1, True)
-    for wrong in (["--packing", "sideways"], ["--max-shard-size", "big"]):
+    for wrong in (["--packing", "sideways"], ["--packing", ""], ["--max-shard-size", "big"]):
         done = subprocess.run(
             [*command, str(folder), str(tmp_path / "other"), *wrong], check=False, capture_output=True, text=True
         )

@@ -10,7 +10,7 @@ import torch
 from checkpoint_factory import make_official, read_weights, write_weights
 from transformers import Qwen3NextConfig, Qwen3NextForCausalLM
 
-from gated_serving.llm.checkpoints import examine
+from gated_serving.llm.checkpoints import BrokenConfig, ConversionError, convert, examine
 from gated_serving.llm.models import GatedQwen3Config, GatedQwen3ForCausalLM
 
 Q_PROJ = "model.layers.0.self_attn.q_proj.weight"
@@ -175,6 +175,84 @@ def test_mixed_dtypes_are_a_note(tmp_path):
     assert "dtype" in diagnosis.notes[0]
 
 
+@pytest.mark.parametrize("dtype", [torch.int8, torch.int32, torch.uint32, torch.complex64, torch.float8_e4m3fn])
+def test_numbers_that_need_a_quantisation(tmp_path, dtype):
+    folder = make_official(tmp_path)
+    rewrite(folder, lambda w: w.update({Q_PROJ: torch.zeros(w[Q_PROJ].shape, dtype=dtype)}))
+    diagnosis = examine(folder)
+    assert not diagnosis.servable
+    assert diagnosis.stock_vllm.outcome == "wrong"
+    assert [(problem.kind, problem.tensor) for problem in diagnosis.problems] == [("dtype", Q_PROJ)]
+    with pytest.raises(ConversionError, match="quantization_config"):
+        convert(folder, tmp_path / "own")
+    reconfigure(folder, quantization_config={"quant_method": "compressed-tensors"})
+    assert examine(folder).servable
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+def test_floats_of_any_width(tmp_path, dtype):
+    assert examine(make_official(tmp_path, dtype=dtype)).servable
+
+
+@pytest.mark.parametrize("place", [".", "original"])
+def test_files_that_vllm_takes_in_place_of_all_others(tmp_path, place):
+    folder = make_official(tmp_path)
+    (folder / place).mkdir(exist_ok=True)
+    (folder / place / "consolidated.safetensors").write_bytes(b"weights")
+    diagnosis = examine(folder)
+    assert (diagnosis.servable, diagnosis.problems[0].kind) == (False, "files")
+    assert "consolidated.safetensors" in diagnosis.problems[0].message
+    (folder / "config.json").write_text('{"model_type": "mistral", "architectures": ["MistralForCausalLM"]}')
+    rewrite(folder, lambda w: [w.pop(name) for name in list(w) if "q_proj" in name])
+    assert examine(folder).servable is (place == ".")
+
+
+@pytest.mark.parametrize("gate", ["headwise", "elementwise", "none"])
+def test_rows_of_a_gate_in_another_family(tmp_path, gate):
+    folder = make_official(tmp_path, gate=gate)
+    fields = {"headwise_attn_output_gate": None, "elementwise_attn_output_gate": None}
+    reconfigure(folder, **fields, model_type="llama", architectures=["LlamaForCausalLM"])
+    diagnosis = examine(folder)
+    assert diagnosis.servable is (gate == "none")
+    assert [problem.tensor for problem in diagnosis.problems][:1] == ([] if gate == "none" else [Q_PROJ])
+
+
+def test_wider_heads_than_the_usual_fields_say_are_no_gate(tmp_path):
+    folder = make_official(tmp_path, gate="none", head_dim=32)
+    reconfigure(folder, model_type="llama", architectures=["LlamaForCausalLM"], head_dim=16)
+    assert examine(folder).servable
+
+
+@pytest.mark.parametrize("name", ["attn_gate", "self_attn.wg", "gate", "self_attn.g_proj"])
+def test_names_of_gates_in_another_family(tmp_path, name):
+    folder = make_official(tmp_path, gate="none")
+    reconfigure(folder, model_type="llama", architectures=["LlamaForCausalLM"])
+    tensor = f"model.layers.0.{name}.weight"
+    rewrite(folder, lambda w: w.update({tensor: torch.ones(4, 96)}))
+    assert [problem.tensor for problem in examine(folder).problems] == [tensor]
+
+
+def test_router_of_experts_is_no_gate_of_attention(tmp_path):
+    folder = make_official(tmp_path, gate="none", model_type="qwen3_moe")
+    reconfigure(folder, model_type="mixtral", architectures=["MixtralForCausalLM"])
+    assert examine(folder).servable
+
+
+def test_activation_that_vllm_does_not_compute(tmp_path):
+    folder = make_official(tmp_path)
+    reconfigure(folder, hidden_act="gelu")
+    diagnosis = examine(folder)
+    assert (diagnosis.servable, diagnosis.stock_vllm.outcome) == (False, "refuses")
+    assert "hidden_act='gelu'" in diagnosis.problems[0].message
+
+
+def test_both_flags_are_a_problem_and_nothing_else(tmp_path):
+    folder = make_official(tmp_path)
+    reconfigure(folder, elementwise_attn_output_gate=True)
+    diagnosis = examine(folder)
+    assert (diagnosis.servable, diagnosis.notes) == (False, ())
+
+
 def test_command(tmp_path):
     good = make_official(tmp_path / "good")
     lost = make_official(tmp_path / "lost")
@@ -200,6 +278,20 @@ def test_senseless_configs_are_unreadable(tmp_path, fields):
     done = run("doctor", str(folder), "--json")
     assert done.returncode == 2
     assert "config.json" in json.loads(done.stdout)["error"]
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{"num_hidden_layers": 10**9}, {"num_experts": 10**9}, {"num_experts": 10**5, "num_hidden_layers": 10**4},
+     {"model_type": "qwen3_next", "num_hidden_layers": 10**9}, {"model_type": "qwen3_next", "layer_types": 7},
+     {"headwise_attn_output_gate": "false"}, {"tie_word_embeddings": "false"}, {"use_qk_norm": 0},
+     {"rms_norm_eps": -1}, {"rms_norm_eps": "x"}],
+)  # fmt: skip
+def test_values_that_no_model_has_are_named(tmp_path, fields):
+    folder = make_official(tmp_path, model_type="qwen3_moe")
+    reconfigure(folder, **fields)
+    with pytest.raises(BrokenConfig, match="|".join(f"{name}=" for name in fields)):
+        examine(folder)
 
 
 def run(*arguments):

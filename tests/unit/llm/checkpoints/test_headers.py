@@ -1,11 +1,13 @@
 """Tensor headers are read without the weights, and a broken file is refused with its name and the cause."""
 
 import json
+import re
 import struct
 
 import pytest
 import torch
 from checkpoint_factory import make_official, read_weights
+from safetensors.torch import load_file, save_file
 
 from gated_serving.llm.checkpoints import (
     BrokenConfig,
@@ -55,6 +57,12 @@ def test_truncated_file(tmp_path, file, kept_bytes):
         b'{"a": {"dtype": "F32", "shape": "x", "data_offsets": [0, 4]}}',
         b'{"a": {"dtype": "F32", "shape": [1], "data_offsets": [0]}}',
         b'{"a": {"dtype": ["F32"], "shape": [1], "data_offsets": [0, 4]}}',
+        b'{"a": {"dtype": "BANANA", "shape": [1], "data_offsets": [0, 4]}}',
+        b'{"a": {"dtype": "f32", "shape": [1], "data_offsets": [0, 4]}}',
+        b'{"a": {"dtype": null, "shape": [1], "data_offsets": [0, 4]}}',
+        b'{"a": {"dtype": "F32", "shape": [1], "data_offsets": [0.0, 4.0]}}',
+        b'{"a": {"dtype": "F32", "shape": [1], "data_offsets": [4, 0]}}',
+        b'{"a":' * 100_000,
     ],
 )
 def test_broken_safetensors_header(tmp_path, header):
@@ -87,8 +95,89 @@ def test_index_that_names_a_tensor_its_file_lacks(tmp_path):
     content = json.loads(index.read_text())
     content["weight_map"]["model.extra.weight"] = "model-00001-of-00003.safetensors"
     index.write_text(json.dumps(content))
-    with pytest.raises(BrokenWeights, match=r"model\.extra\.weight"):
+    with pytest.raises(BrokenWeights, match=r"model\.extra\.weight is in this file, but it is not"):
         read_headers(folder)
+
+
+def edit_index(folder, change):
+    index = folder / "model.safetensors.index.json"
+    content = json.loads(index.read_text())
+    change(content["weight_map"])
+    index.write_text(json.dumps(content))
+
+
+def test_index_that_names_the_wrong_file(tmp_path):
+    folder = make_official(tmp_path, weights="sharded")
+    edit_index(folder, lambda places: places.update({"model.norm.weight": "model-00001-of-00003.safetensors"}))
+    with pytest.raises(BrokenWeights, match=r"model\.norm\.weight, which the index says is in model-00001"):
+        read_headers(folder)
+
+
+def test_tensor_of_which_the_index_says_nothing(tmp_path):
+    folder = make_official(tmp_path, weights="sharded")
+    edit_index(folder, lambda places: places.pop("model.norm.weight"))
+    with pytest.raises(BrokenWeights, match=r"model\.norm\.weight, of which the index says nothing"):
+        read_headers(folder)
+
+
+def test_tensor_in_two_files(tmp_path):
+    folder = make_official(tmp_path, weights="sharded")
+    first, second = (folder / f"model-0000{number}-of-00003.safetensors" for number in (1, 2))
+    repeated = load_file(first)
+    save_file(load_file(second) | repeated, second)
+    with pytest.raises(BrokenWeights, match=r"model-00002-of-00003.*model-00001-of-00003"):
+        read_headers(folder)
+
+
+@pytest.mark.parametrize(
+    ("weights", "stray"),
+    [
+        ("safetensors", "model-00002-of-00002.safetensors"),
+        ("safetensors", "adapter_model.safetensors"),
+        ("bin", "old.bin"),
+        ("sharded_bin", "pytorch_model-00004-of-00004.bin"),
+        ("bin", "weights.safetensors"),
+    ],
+)
+def test_further_file_that_vllm_would_load_too(tmp_path, weights, stray):
+    folder = make_official(tmp_path, weights=weights)
+    (folder / stray).write_bytes(b"weights")
+    with pytest.raises(BrokenWeights, match=rf"{re.escape(stray)}: a weight file beside"):
+        read_headers(folder)
+
+
+@pytest.mark.parametrize("suffix", ["safetensors", "bin"])
+def test_single_file_beside_an_index_of_others(tmp_path, suffix):
+    folder = make_official(tmp_path, weights="sharded" if suffix == "safetensors" else "sharded_bin")
+    make_official(tmp_path, weights="safetensors" if suffix == "safetensors" else "bin", seed=1)
+    with pytest.raises(BrokenWeights, match=r"transformers would load the one and vLLM the others"):
+        read_headers(folder)
+
+
+@pytest.mark.parametrize(
+    ("weights", "others"),
+    [
+        ("safetensors", ["pytorch_model.bin", "optimizer.bin", "original/consolidated.00.pth", "onnx/model.onnx"]),
+        ("sharded", ["pytorch_model.bin", "adapter_model.safetensors", "consolidated.safetensors"]),
+        ("bin", ["training_args.bin", "optimizer.bin", "original/old.bin", "scheduler.pt"]),
+        ("safetensors", ["consolidated.safetensors", ".old.safetensors"]),
+    ],
+)
+def test_files_that_are_not_loaded_do_no_harm(tmp_path, weights, others):
+    folder = make_official(tmp_path, weights=weights)
+    names = set(read_headers(folder))
+    for other in others:
+        (folder / other).parent.mkdir(exist_ok=True)
+        (folder / other).write_bytes(b"weights")
+    assert set(read_headers(folder)) == names
+
+
+def test_index_of_the_single_file_itself(tmp_path):
+    folder = make_official(tmp_path)
+    names = set(read_headers(folder))
+    index = {"weight_map": dict.fromkeys(names, "model.safetensors")}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert set(read_headers(folder)) == names
 
 
 @pytest.mark.parametrize("content", ["", "{}", '{"weight_map": {}}', '{"weight_map": {"a": "../b.safetensors"}}', "[]"])
@@ -121,7 +210,37 @@ def test_bin_files_that_are_no_state_dict(tmp_path, content):
         read_headers(tmp_path)
 
 
-@pytest.mark.parametrize("content", ["", "{", "[]", '"x"', b"\xff\xfe"])
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.ones(2).to_sparse(),
+        torch.ones(2, device="meta"),
+        torch.ones(2, dtype=torch.complex64).conj(),
+    ],
+)
+def test_bin_files_of_tensors_without_plain_numbers(tmp_path, tensor):
+    torch.save({"a": tensor}, tmp_path / "pytorch_model.bin")
+    with pytest.raises((BrokenWeights, PickledObjects), match=r"pytorch_model\.bin"):
+        read_headers(tmp_path)
+
+
+@pytest.mark.parametrize("step", [7, 31, 97])
+def test_damaged_old_bin_files(tmp_path, step):
+    file = tmp_path / "pytorch_model.bin"
+    torch.save({"a": torch.ones(3, 2), "b": torch.ones(2)}, file, _use_new_zipfile_serialization=False)
+    content = file.read_bytes()
+    refused = 0
+    for position in range(0, len(content), step):
+        file.write_bytes(content[:position] + bytes([content[position] ^ 0x55]) + content[position + 1 :])
+        try:
+            read_headers(tmp_path)
+        except (BrokenWeights, PickledObjects) as error:
+            refused += 1
+            assert "pytorch_model.bin" in str(error)  # noqa: PT017  # data bytes may change without being noticed
+    assert refused > 0
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", '"x"', b"\xff\xfe", "[" * 100_000])
 def test_broken_config(tmp_path, content):
     (tmp_path / "config.json").write_bytes(content if isinstance(content, bytes) else content.encode())
     with pytest.raises(BrokenConfig, match=r"config\.json"):
@@ -142,6 +261,8 @@ def test_adapter_folder(tmp_path):
 def test_folders_that_are_not_there(tmp_path):
     with pytest.raises(CheckpointNotFound, match="no such folder"):
         find_folder(tmp_path / "nowhere" / "at" / "all")
+    with pytest.raises(CheckpointNotFound, match="no such folder"):
+        find_folder(tmp_path / ("x" * 300))
     (tmp_path / "model.safetensors").write_bytes(b"")
     with pytest.raises(CheckpointNotFound, match="a file"):
         find_folder(tmp_path / "model.safetensors")

@@ -7,6 +7,7 @@ import pytest
 import torch
 from checkpoint_factory import make_official, reference_logits
 
+from gated_serving.attention.config import GateConfig, Position
 from gated_serving.llm.models import GatedQwen3ForCausalLM, GatedQwen3MoeForCausalLM
 
 TOKENS = [1, 5, 6, 7, 900, 42, 5]
@@ -46,6 +47,19 @@ def test_absent_head_dim_means_what_qwen2_takes_for_it(tmp_path):
     del config["head_dim"]
     (folder / "config.json").write_text(json.dumps(config))
     assert_logits(folder, expected)
+
+
+@pytest.mark.parametrize("field", ["headwise_attn_output_gate", "qkv_bias"])
+def test_flag_that_is_neither_true_nor_false(tmp_path, field):
+    folder = make_official(tmp_path)
+    config = json.loads((folder / "config.json").read_text()) | {field: "false"}
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match=f"{field}='false': must be true or false"):
+        GatedQwen3ForCausalLM.from_pretrained(folder)
+
+
+def test_fields_that_are_no_names_are_left_alone():
+    assert GateConfig.from_fields({1: 2, "gate_position": "G2"}) == GateConfig(position=Position.G2)  # pyright: ignore[reportArgumentType]
 
 
 def test_saved_again_it_is_in_the_own_format(tmp_path):

@@ -7,7 +7,7 @@ import pytest
 
 from gated_serving.llm.serving import cpu_defaults
 from gated_serving.llm.serving.cpu_defaults import GIB, LaunchPlan, cache_bytes_per_token, parse_size, plan_cpu
-from gated_serving.llm.serving.errors import MachineError
+from gated_serving.llm.serving.errors import MachineError, UsageError
 from gated_serving.llm.serving.model_source import ServedModel
 from gated_serving.llm.serving.options import ServeSettings
 
@@ -137,3 +137,14 @@ def test_thread_binding_that_was_set_leaves_the_processes_to_vllm(monkeypatch: p
 )
 def test_sizes_as_vllm_reads_them(text: str, number: int | None) -> None:
     assert parse_size(text) == number
+
+
+@pytest.mark.parametrize("length", ["banana", float("inf"), {}, 0, -1, True])
+def test_a_length_that_is_none_is_named(length: object) -> None:
+    with pytest.raises(UsageError, match="max_position_embeddings="):
+        plan(max_position_embeddings=length)
+
+
+@pytest.mark.parametrize("field", ["num_attention_heads", "hidden_size", "num_hidden_layers", "head_dim"])
+def test_sizes_that_cannot_be_told_are_left_to_vllm(field: str) -> None:
+    assert option(plan(**{field: "banana"}), "--kv-cache-memory-bytes") is None

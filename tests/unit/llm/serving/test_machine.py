@@ -38,6 +38,12 @@ def test_an_address_that_is_not_this_machines() -> None:
         claim_port("192.0.2.77", 0)
 
 
+@pytest.mark.parametrize("host", ["a..b", "x" * 64 + ".org"])
+def test_a_host_that_can_be_no_name(host: str) -> None:
+    with pytest.raises(UsageError, match=f"--host {host}: not a known address"):
+        claim_port(host, 0)
+
+
 def test_this_machine_has_cores_memory_and_vllm() -> None:
     assert num_physical_cores() >= 1
     memory = available_memory_bytes()

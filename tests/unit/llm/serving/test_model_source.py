@@ -37,6 +37,12 @@ def test_what_is_not_there_is_named_along_with_what_is(shipped: Path, monkeypatc
         find_folder("other/model")
 
 
+@pytest.mark.parametrize("model", ["~nobody-at-all/model", "x" * 300])
+def test_what_can_be_no_folder_is_not_there(model: str) -> None:
+    with pytest.raises(UsageError, match="shipped model"):
+        find_folder(model)
+
+
 def test_clients_call_the_model_by_its_folder_unless_told_otherwise() -> None:
     model = ServedModel(folder=Path("/some/where"), name="where", summary="", config={}, weights_bytes=0)
     assert served_name(ServeSettings(model="/some/where"), model) == "where"

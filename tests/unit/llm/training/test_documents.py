@@ -73,6 +73,10 @@ def test_stdlib_is_the_library_alone() -> None:
         ({"source": "{folder}/d.md"}, ValueError, "found 1 documents"),
         ({"source": "{jsonl}", "text_field": "body"}, ValueError, "data.text_field='body'.*it has text"),
         ({"source": "{folder}/mixed"}, ValueError, "mixes jsonl and text files"),
+        ({"source": "{folder}/empty.jsonl"}, ValueError, "empty.jsonl'"),
+        ({"source": "{folder}/numbers.jsonl"}, ValueError, "data.text_field='text': in .* not text"),
+        ({"source": "{folder}/lists.jsonl"}, ValueError, "data.text_field='text': in .* not text"),
+        ({"source": "{folder}/torn.jsonl"}, ValueError, "torn.jsonl': cannot be read"),
     ],
 )
 def test_what_cannot_be_read_is_named(
@@ -82,9 +86,21 @@ def test_what_cannot_be_read_is_named(
     (folder / "mixed").mkdir()
     (folder / "mixed" / "a.py").write_text("pass")
     (folder / "mixed" / "b.jsonl").write_text("{}")
+    (folder / "empty.jsonl").touch()
+    (folder / "numbers.jsonl").write_text('{"text": 1}\n{"text": 2}\n')
+    (folder / "lists.jsonl").write_text('{"text": ["a"]}\n{"text": ["b"]}\n')
+    (folder / "torn.jsonl").write_text('{"text": "a"}\n{"text": "b\n')
     filled = {name: v.format(folder=folder, jsonl=tmp_path / "data.jsonl") for name, v in settings.items()}
     with pytest.raises(error, match=message):
         load(tmp_path, **filled)
+
+
+def test_files_that_are_not_utf_8_are_read_with_a_warning(
+    folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (folder / "a.py").write_bytes(b"caf\xe9")
+    assert load(tmp_path, source=str(folder), pattern="**/*.py")[0] == "caf\ufffd"
+    assert [message for message in caplog.messages if "1 of 3 files are not UTF-8" in message and "a.py" in message]
 
 
 def test_a_document_keeps_its_side_whatever_stands_around_it() -> None:

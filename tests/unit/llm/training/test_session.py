@@ -3,6 +3,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
+import math
 import os
 import shutil
 import signal
@@ -13,17 +14,20 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file
-from tiny_training import tiny_run
-from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, Qwen3NextForCausalLM
+from tiny_training import tiny_run, write_documents
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, Qwen3NextForCausalLM, Trainer
 
 from gated_serving.llm.models import GatedQwen3ForCausalLM
 from gated_serving.llm.recipes import find_recipe
 from gated_serving.llm.training import checkpoints
+from gated_serving.llm.training.output_folder import locked
 from gated_serving.llm.training.overrides import apply_overrides
 from gated_serving.llm.training.session import RECORD, OutputFolderError, UnusableInputError, train
 from gated_serving.llm.training.settings import TrainingRun
 from gated_serving.llm.training.telemetry import read_metrics
+from gated_serving.llm.training.trainer import ResumableTrainer
 
 KILLED_IN_A_CHECKPOINT = """
 import os, signal, sys
@@ -235,3 +239,122 @@ def test_a_small_hybrid_trains_and_is_saved_in_the_library_s_own_format(document
     losses = [loss for (loss,) in values(output, "loss")]
     assert len(losses) == 4
     assert losses[-1] < losses[0]
+
+
+def test_fewer_sequences_than_a_batch_are_refused(documents: Path, tmp_path: Path) -> None:
+    with pytest.raises(UnusableInputError, match=r"batch_size=500: 1 process\(es\) take 500 sequences at once, and"):
+        train(tiny_run(documents, "optimisation.batch_size=500"), tmp_path / "run", progress=False)
+    assert not (tmp_path / "run").exists()
+
+
+def test_fewer_held_out_sequences_than_a_batch_are_all_evaluated(documents: Path, tmp_path: Path) -> None:
+    run = tiny_run(documents, "runtime.eval_sequences=1", "optimisation.num_tokens=320", "runtime.eval_steps=5")
+    output = train(run, tmp_path / "run", progress=False)
+    losses = values(output, "step", "eval_loss")
+    assert [step for step, _ in losses] == [5]
+    assert math.isfinite(losses[0][1])
+    assert len(values(output, "mean_gate")) == 1
+
+
+def test_a_run_that_diverges_is_not_finished(documents: Path, tmp_path: Path) -> None:
+    output = tmp_path / "run"
+    run = tiny_run(documents, "optimisation.learning_rate=1e30", "optimisation.num_tokens=640")
+    with pytest.raises(UnusableInputError, match="held-out loss after step 10 is nan: training diverged"):
+        train(run, output, progress=False)
+    assert not checkpoints.is_whole(output)
+    assert not list(output.glob("*.safetensors"))
+
+
+def test_training_that_ends_early_is_not_finished(
+    documents: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ResumableTrainer, "train", lambda self, resume_from_checkpoint: None)
+    with pytest.raises(UnusableInputError, match="training ended at step 0 of 40; no model is written"):
+        train(tiny_run(documents), tmp_path / "run", progress=False)
+    assert not (tmp_path / "run").exists()
+
+
+def test_two_trainings_do_not_share_a_folder(run: TrainingRun, unbroken: Path, tmp_path: Path) -> None:
+    output = copy_until(unbroken, 20, tmp_path / "run")
+    before = sorted(output.rglob("*"))
+    with locked(output), pytest.raises(OutputFolderError, match="another training is writing here"):
+        train(run, output, resume=True, progress=False)
+    assert sorted(output.rglob("*")) == before
+    with locked(output):  # it ended with its holder
+        pass
+
+
+def test_a_child_process_does_not_keep_the_lock(tmp_path: Path) -> None:
+    ready, written = os.pipe()
+    ended, end = os.pipe()
+    with locked(tmp_path):
+        child = os.fork()
+        if child == 0:
+            os.close(end)
+            os.write(written, b"1")
+            os.read(ended, 1)
+            os._exit(0)
+        os.read(ready, 1)
+    try:
+        with locked(tmp_path):
+            pass
+    finally:
+        os.close(end)
+        os.waitpid(child, 0)
+
+
+def test_a_run_goes_on_with_its_own_data_only(unbroken: Path, tmp_path: Path) -> None:
+    documents = write_documents(tmp_path / "documents")
+    moved = tiny_run(documents)
+    output = copy_until(unbroken, 20, tmp_path / "run")
+    shutil.copy(unbroken / "data.json", output)
+    (output / "run.json").write_text(json.dumps(dataclasses.asdict(moved)))
+    (documents / "module_07.py").write_text("changed = True\n")
+    with pytest.raises(OutputFolderError, match="holds a run on other data: its train sequences"):
+        train(moved, output, resume=True, progress=False)
+    assert checkpoints.last_complete(output / "checkpoints") == output / "checkpoints" / "checkpoint-20"
+
+    write_documents(documents)
+    train(moved, output, resume=True, progress=False)
+    assert values(output, "step", "loss") == values(unbroken, "step", "loss")
+
+
+def test_a_run_that_does_not_know_its_data_goes_on_with_a_warning(
+    run: TrainingRun, unbroken: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    output = copy_until(unbroken, 30, tmp_path / "run")
+    train(run, output, resume=True, progress=False)
+    assert [message for message in caplog.messages if "does not say which data it began with" in message]
+    assert json.loads((output / "data.json").read_text()) == json.loads((unbroken / "data.json").read_text())
+
+
+@pytest.mark.parametrize("file", ["model.safetensors", "optimizer.pt", "trainer_state.json"])
+def test_a_damaged_checkpoint_is_named_and_kept(run: TrainingRun, unbroken: Path, tmp_path: Path, file: str) -> None:
+    output = copy_until(unbroken, 20, tmp_path / "run")
+    damaged = output / "checkpoints" / "checkpoint-20" / file
+    damaged.write_bytes(damaged.read_bytes()[:40])
+    with pytest.raises(OutputFolderError, match=r"checkpoint-20: the run cannot go on from this checkpoint .*delete"):
+        train(run, output, resume=True, progress=False)
+    assert damaged.exists()
+
+
+def test_a_checkpoint_that_cannot_be_written_is_no_traceback(
+    run: TrainingRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(self: Any, *args: Any) -> None:
+        raise SafetensorError("No space left on device")
+
+    monkeypatch.setattr(Trainer, "_save_checkpoint", full)
+    with pytest.raises(
+        OutputFolderError, match=r"stopped at step 10 \(the checkpoint of step 10 was not written: No sp"
+    ):
+        train(run, tmp_path / "run", progress=False)
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("name", ["file", "file/below", "n" * 300])
+def test_an_output_that_can_be_no_folder_is_refused(run: TrainingRun, tmp_path: Path, name: str) -> None:
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises(OutputFolderError, match="cannot be the folder of a run"):
+        train(run, tmp_path / name, progress=False)
+    assert (tmp_path / "file").read_text() == "mine"

@@ -44,3 +44,9 @@ def test_a_given_tokenizer_without_an_end_is_refused(tokenizer: PreTrainedTokeni
     PreTrainedTokenizerFast(tokenizer_object=tokenizer.backend_tokenizer).save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="has no eos_token"):
         load_tokenizer(str(tmp_path))
+
+
+@pytest.mark.parametrize("path", ["/no/such/folder", "./nothing", "~/no_such_folder", "a/b/c"])
+def test_a_folder_that_does_not_exist_is_named(path: str) -> None:
+    with pytest.raises(FileNotFoundError, match=f"tokenizer.path='{path}': there is no such folder"):
+        load_tokenizer(path)
