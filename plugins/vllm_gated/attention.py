@@ -63,6 +63,7 @@ class GatedAttention(nn.Module):
         self.head_dim = local.head_dim
         self.q_size = gate.num_query_rows(local)
         self.kv_size = local.num_kv_heads * local.head_dim
+        self.qkv_size = self.q_size + 2 * self.kv_size  # the projection may have more columns, of zeros
         has_bias = bool(config.attention_bias)
 
         self.qkv_proj = qkv_gate_projection(
@@ -103,7 +104,7 @@ class GatedAttention(nn.Module):
     def forward(self, positions: Tensor, hidden_states: Tensor) -> Tensor:
         """Positions ``[T]`` and normalised hidden states ``[T, H]`` to ``[T, H]``."""
         qkv, _ = self.qkv_proj(hidden_states)
-        query, key, value = qkv.split([self.q_size, self.kv_size, self.kv_size], dim=-1)
+        query, key, value = qkv[..., : self.qkv_size].split([self.q_size, self.kv_size, self.kv_size], dim=-1)
         query, logits = self._split_gate(query, hidden_states)  # heads by block where they are packed
         query = self._gated_at(Position.G4, query, logits)
         key = self._gated_at(Position.G3, key.unflatten(-1, (-1, self.head_dim)), logits)
