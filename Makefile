@@ -39,3 +39,8 @@ format: setup
 bench: setup
 	@$(BIN)/python benchmarks/llm/throughput.py $(ARGS)
 	@$(BIN)/python benchmarks/llm/startup.py $(ARGS)
+	@$(BIN)/python benchmarks/rl/recipes.py fetch-reach
+	@$(BIN)/python benchmarks/rl/training_speed.py
+	@$(BIN)/python benchmarks/rl/activation_memory.py
+	@$(BIN)/python benchmarks/rl/export.py
+	@$(BIN)/python benchmarks/rl/inference_precision.py

@@ -1,4 +1,4 @@
-"""Train, check, convert and serve gated-attention language models.
+"""From training to serving: gated-attention language models, and deep goal-reaching policies.
 
 Importing this package makes transformers' ``AutoConfig``, ``AutoModel``, ``AutoModelForCausalLM`` and
 ``AutoTokenizer`` know the families ``gated_qwen3`` and ``gated_qwen3_moe``. The import itself is quick: the families

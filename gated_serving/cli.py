@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -32,7 +32,7 @@ def _root(
         bool, typer.Option("--version", help="Print the version and stop.", callback=_print_version, is_eager=True)
     ] = False,
 ) -> None:
-    """Train, check, convert and serve gated-attention language models."""
+    """From training to serving: gated-attention language models, and goal-reaching policies up to 1,000 layers deep."""
 
 
 @app.command("train-llm")
@@ -54,6 +54,31 @@ def train_llm(
     Exit codes: 0 done; 2 what was asked for cannot be done; 130 stopped by Ctrl-C.
     """
     from gated_serving.llm.training.command import run_command
+
+    raise typer.Exit(run_command(recipe, overrides or [], output=output, resume=resume, list_recipes=show))
+
+
+@app.command("train-rl")
+def train_rl(
+    recipe: Annotated[str | None, typer.Argument(help="Name of the recipe.", show_default=False)] = None,
+    overrides: Annotated[
+        list[str] | None, typer.Argument(help="Fields to change, each section.field=value.", show_default=False)
+    ] = None,
+    output: Annotated[Path | None, typer.Option(help="Folder of the run; runs/RECIPE if not given.")] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on from the last checkpoint.")] = False,
+    show: Annotated[bool, typer.Option("--list", help="List the recipes and stop.")] = False,
+) -> None:
+    """Train a goal-reaching policy from a recipe.
+
+    A run that was stopped or killed goes on with --resume, in the settings it was started with. Overrides name a
+    section (environment, networks, pretrain, evaluation, runtime and others; see --list) and a field of
+    gated_serving.rl.settings; environment.id=package.module:name trains in an environment of your own. The output
+    folder holds the learning curve, metrics.jsonl and TensorBoard's files beside the checkpoints.
+
+    Exit codes: 0 done; 1 the training failed; 2 what was asked for cannot be done; 130 stopped by Ctrl-C, 143 by
+    SIGTERM, both after saving.
+    """
+    from gated_serving.rl.training.command import run_command
 
     raise typer.Exit(run_command(recipe, overrides or [], output=output, resume=resume, list_recipes=show))
 
@@ -131,6 +156,88 @@ def convert(
     from gated_serving.llm.checkpoints.command import run_convert
 
     raise typer.Exit(run_convert(source, target, packing=packing, max_shard_size=max_shard_size))
+
+
+@app.command("export-policy")
+def export_policy(
+    checkpoint: Annotated[
+        str,
+        typer.Argument(
+            help="Checkpoint folder of train-rl, Stable-Baselines3 .zip, rsl_rl .pt, or package.module:factory."
+        ),
+    ],
+    destination: Annotated[Path, typer.Argument(metavar="DST", help="Model repository; NAME/VERSION/ is made in it.")],
+    precision: Annotated[str, typer.Option(help="fp32, fp16 or int8.")] = "fp32",
+    engine: Annotated[str, typer.Option(help="onnx or tensorrt.")] = "onnx",
+    outputs: Annotated[
+        str, typer.Option(help="action, or distribution for sampled actions: noise becomes an input.")
+    ] = "action",
+    name: Annotated[str | None, typer.Option(help="The policy's name; from the checkpoint if not given.")] = None,
+    policy_version: Annotated[int | None, typer.Option(help="Its version; the next number if not given.")] = None,
+    tolerance: Annotated[
+        float | None, typer.Option(help="Largest error allowed, in units of half the action's range.")
+    ] = None,
+    episodes: Annotated[
+        int, typer.Option(help="Episodes that compare fp16 or int8 with fp32 in the environment; 0 for none.")
+    ] = 100,
+    environment: Annotated[str | None, typer.Option(help="The environment, if the checkpoint names none.")] = None,
+    control_period: Annotated[float | None, typer.Option(help="Seconds between two actions.")] = None,
+    observation: Annotated[
+        list[str] | None,
+        typer.Option(help="rsl_rl, modules: an observation field as name=size or name=2x3; in order."),
+    ] = None,
+    action_low: Annotated[str | None, typer.Option(help="rsl_rl, modules: lower bounds, such as -1 or -1,-2.")] = None,
+    action_high: Annotated[str | None, typer.Option(help="rsl_rl, modules: upper bounds.")] = None,
+    config: Annotated[
+        Path | None, typer.Option(help="rsl_rl: the run's configuration; params/agent.yaml beside it if not given.")
+    ] = None,
+    vec_normalize: Annotated[
+        Path | None, typer.Option(help="Stable-Baselines3: the file VecNormalize.save wrote.")
+    ] = None,
+    trust_pickle: Annotated[
+        bool, typer.Option("--trust-pickle", help="Stable-Baselines3: run the classes of your own that the file names.")
+    ] = False,
+) -> None:
+    """Export a trained policy whole: one ONNX file with normaliser, scaling and clipping inside, and policy.json.
+
+    The file is compared with the policy in float64 on random observations; if they differ, nothing is written. A
+    version that exists is never overwritten.
+
+    Exit codes: 0 done; 1 refused or failed; 2 the checkpoint or an option cannot be read; 130 stopped by Ctrl-C.
+    """
+    from policy_server.export.command import run_export
+    from policy_server.export.sources import SourceOptions
+
+    raise typer.Exit(
+        run_export(
+            checkpoint,
+            destination,
+            precision=precision,
+            engine=engine,
+            outputs=outputs,
+            name=name,
+            version=policy_version,
+            tolerance=tolerance,
+            num_episodes=episodes,
+            source_options=SourceOptions(
+                vec_normalize=vec_normalize,
+                trust_pickle=trust_pickle,
+                config=config,
+                observation=tuple(observation or ()),
+                action_low=action_low,
+                action_high=action_high,
+                control_period_s=control_period,
+                environment=environment,
+            ),
+            make_environment=_make_goal_environment,
+        )
+    )
+
+
+def _make_goal_environment(environment: str, **kwargs: Any) -> Any:
+    from gated_serving.rl.environments import make_goal_environment
+
+    return make_goal_environment(environment, **kwargs)
 
 
 def main() -> None:

@@ -16,7 +16,6 @@ from torch import Tensor
 LogProbabilities = Callable[[list[int]], Tensor]
 ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_LOGGING_LEVEL": "ERROR",
     "HF_HUB_OFFLINE": "1",
@@ -29,6 +28,7 @@ class Generated:
     """What an engine produced, prompt by prompt."""
 
     architecture: str
+    packed_modules: dict[str, list[str]]
     tokens: list[list[int]]
     logprobs: list[list[float]]
     prompt_logprobs: list[list[dict[str, float]] | None]
@@ -66,9 +66,12 @@ class EngineProcess:
         num_tokens: int = 8,
         num_logprobs: int | None = 5,
         adapters: Sequence[Path | None] = (None,),
+        forks_workers: bool = False,
         **engine: Any,
     ) -> Generated:
         """Greedy tokens and logprobs of one model: all prompts without an adapter, or with each of several in turn.
+
+        With ``forks_workers`` the processes of several ranks are forks of the worker, where vLLM would start new ones.
 
         Raises:
             EngineError: The engine could not be made, or failed.
@@ -77,6 +80,7 @@ class EngineProcess:
         request = {
             "model": str(model), "engine": engine, "prompts": prompts, "num_tokens": num_tokens,
             "num_logprobs": num_logprobs, "adapters": [str(adapter) if adapter else None for adapter in adapters],
+            "forks_workers": forks_workers,
         }  # fmt: skip
         assert self.process.stdin
         self.process.stdin.write(json.dumps(request) + "\n")

@@ -31,8 +31,8 @@ def load_completely(model: nn.Module, load: WeightsLoader, weights: Iterable[tup
         What ``load`` returns.
 
     Raises:
-        ValueError: A tensor is missing, has the wrong number of rows, or is a bias that has no place in the model;
-            the message names it.
+        ValueError: A tensor is missing, has the wrong number of rows, is a bias that has no place in the model, or
+            one expert too many; the message names it.
     """
     expected = expected_tensors(model)
     seen: set[str] = set()
@@ -64,6 +64,7 @@ def _checked(
     model: nn.Module, expected: set[str], seen: set[str], weights: Iterable[tuple[str, Tensor]]
 ) -> Iterator[tuple[str, Tensor]]:
     num_rows = _num_attention_rows(model)
+    num_experts = getattr(getattr(model, "config"), "num_experts", None)  # noqa: B009
     for name, tensor in weights:
         if name in seen:
             raise ValueError(
@@ -75,6 +76,12 @@ def _checked(
             raise ValueError(
                 f"{name}, shape {list(tensor.shape)}: the checkpoint has a bias where config.json asks for none; "
                 "check attention_bias (qkv_bias in the released format) and gate_bias"
+            )
+        expert = name.partition(_EXPERTS)[2].partition(".")[0]
+        if num_experts is not None and expert.isdecimal() and int(expert) >= num_experts:
+            raise ValueError(
+                f"{name}, shape {list(tensor.shape)}: config.json asks for {num_experts} experts, expected no such "
+                "tensor; check num_experts"
             )
         projection = ".".join(name.split(".")[-3:-1])
         rows = num_rows.get(projection, tensor.shape[:1].numel())

@@ -8,18 +8,17 @@ from typing import cast
 from torch import Tensor, nn
 from vllm.compilation.decorators import support_torch_compile
 from vllm.config import CacheConfig, VllmConfig
-from vllm.distributed import get_pp_group
 from vllm.model_executor.layers.layernorm import RMSNorm
 from vllm.model_executor.layers.logits_processor import LogitsProcessor
 from vllm.model_executor.layers.quantization import QuantizationConfig
-from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 from vllm.model_executor.models.qwen2 import Qwen2MLP, Qwen2Model
 from vllm.model_executor.models.qwen3 import Qwen3DecoderLayer, Qwen3ForCausalLM
-from vllm.model_executor.models.utils import PPMissingLayer, maybe_prefix
+from vllm.model_executor.models.utils import maybe_prefix
 
 from gated_serving.llm.models.configuration import GatedQwen3Config
 from vllm_gated.attention import GatedAttention
 from vllm_gated.completeness import load_completely
+from vllm_gated.head import make_head
 
 
 class GatedQwen3DecoderLayer(Qwen3DecoderLayer):
@@ -68,21 +67,9 @@ class GatedQwen3ForCausalLM(Qwen3ForCausalLM):
         self.vllm_config = vllm_config
         self.quant_config = vllm_config.quant_config
         self.model = GatedQwen3Model(vllm_config=vllm_config, prefix=maybe_prefix(prefix, "model"))
-        head = self._make_head(config, prefix) if get_pp_group().is_last_rank else PPMissingLayer()
-        self.lm_head = cast("ParallelLMHead", head)
+        self.lm_head = make_head(config, self.model.embed_tokens, vllm_config.quant_config, prefix)
         self.logits_processor = LogitsProcessor(config.vocab_size)
         self.make_empty_intermediate_tensors = self.model.make_empty_intermediate_tensors
-
-    def _make_head(self, config: GatedQwen3Config, prefix: str) -> nn.Module:
-        head = ParallelLMHead(
-            config.vocab_size,
-            config.hidden_size,
-            quant_config=self.quant_config,
-            prefix=maybe_prefix(prefix, "lm_head"),
-        )
-        # The last rank of a tied model always has the embedding too.
-        embedding = cast("VocabParallelEmbedding", self.model.embed_tokens)
-        return head.tie_weights(embedding) if config.tie_word_embeddings else head
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
         """As in vLLM, and refuses a checkpoint that has less or more than the model."""

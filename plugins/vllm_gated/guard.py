@@ -2,7 +2,7 @@
 
 vLLM's parallel linear layers cut the part of a tensor that they expect before they compare shapes, so whatever lies
 beyond is lost without a word; that is how gate rows in ``q_proj`` get lost. Here every such tensor is measured first.
-Gates in tensors of their own are ``unused_gates``' business.
+Experts are ``expert_guard``'s business, gates and biases in tensors of their own ``unused_tensors``'.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from vllm.model_executor.layers.linear import (
 from vllm.model_executor.parameter import BlockQuantScaleParameter
 
 NAME_ATTRIBUTE = "checkpoint_name"
-"""Where ``unused_gates`` leaves a tensor's name for the error message."""
+"""Where ``unused_tensors`` leaves a tensor's name for the error message."""
 
 _MARK = "_vllm_gated_guard"
 _Measure = Callable[[Any, Any, Any], "tuple[int, int] | None"]

@@ -24,7 +24,8 @@ ARCHITECTURES = {
 # processes that have no model, and can break those that vLLM forks.
 GUARDS = {
     "vllm.model_executor.layers.linear": "vllm_gated.guard:guard_layers",
-    "vllm.model_executor.model_loader.base_loader": "vllm_gated.unused_gates:guard_loader",
+    "vllm.model_executor.layers.fused_moe.routed_experts": "vllm_gated.expert_guard:guard_experts",
+    "vllm.model_executor.model_loader.base_loader": "vllm_gated.unused_tensors:guard_loader",
 }
 
 

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import ClassVar, cast
+from typing import cast
 
 from torch import Tensor, nn
 from vllm.compilation.decorators import support_torch_compile
 from vllm.config import VllmConfig
 from vllm.model_executor.layers.layernorm import RMSNorm
 from vllm.model_executor.layers.logits_processor import LogitsProcessor
-from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.models.qwen3_moe import (
     Qwen3MoeDecoderLayer,
     Qwen3MoeForCausalLM,
@@ -23,6 +22,7 @@ from vllm.model_executor.models.utils import extract_layer_index, maybe_prefix
 from gated_serving.llm.models.configuration import GatedQwen3MoeConfig
 from vllm_gated.attention import GatedAttention
 from vllm_gated.completeness import load_completely
+from vllm_gated.head import make_head
 
 
 class GatedQwen3MoeDecoderLayer(Qwen3MoeDecoderLayer):
@@ -61,7 +61,8 @@ class GatedQwen3MoeModel(Qwen3MoeModel):
 class GatedQwen3MoeForCausalLM(Qwen3MoeForCausalLM):
     """The language model that vLLM serves for ``gated_qwen3_moe`` and for gated checkpoints named ``qwen3_moe``."""
 
-    packed_modules_mapping: ClassVar[dict[str, list[str]]] = {"qkv_proj": ["q_proj", "k_proj", "v_proj"]}
+    # Of a model without dense layers; vLLM also asks the class, so a model that has some gets a mapping of its own.
+    packed_modules_mapping: dict[str, list[str]] = {"qkv_proj": ["q_proj", "k_proj", "v_proj"]}  # noqa: RUF012
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         nn.Module.__init__(self)  # Qwen3MoeForCausalLM's own would build an ungated model first
@@ -70,18 +71,20 @@ class GatedQwen3MoeForCausalLM(Qwen3MoeForCausalLM):
         self.quant_config = vllm_config.quant_config
         self.parallel_config = vllm_config.parallel_config
         if any(not _has_experts(config, layer) for layer in range(config.num_hidden_layers)):
-            self.packed_modules_mapping["gate_up_proj"] = ["gate_proj", "up_proj"]
+            self._pack_dense_layers()
         self.model = GatedQwen3MoeModel(vllm_config=vllm_config, prefix=maybe_prefix(prefix, "model"))
-        head = ParallelLMHead(
-            config.vocab_size,
-            config.hidden_size,
-            quant_config=self.quant_config,
-            prefix=maybe_prefix(prefix, "lm_head"),
-        )
-        self.lm_head = head.tie_weights(self.model.embed_tokens) if config.tie_word_embeddings else head
+        self.lm_head = make_head(config, self.model.embed_tokens, self.quant_config, prefix)
         self.logits_processor = LogitsProcessor(config.vocab_size)
         self.make_empty_intermediate_tensors = self.model.make_empty_intermediate_tensors
         self._describe_experts()
+
+    def _pack_dense_layers(self) -> None:
+        """Says how dense layers among the experts are packed, for this model and not for its whole class."""
+        self.packed_modules_mapping = self.packed_modules_mapping | {"gate_up_proj": ["gate_proj", "up_proj"]}
+        if self.quant_config is not None:
+            self.quant_config.packed_modules_mapping = (
+                self.quant_config.packed_modules_mapping | self.packed_modules_mapping
+            )
 
     def _describe_experts(self) -> None:
         """Sets what vLLM's expert load balancing reads."""

@@ -7,6 +7,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from gated_serving.llm.checkpoints.doctor import Diagnosis, gate_to_json
+from gated_serving.llm.checkpoints.problem_groups import problem_lines
 from gated_serving.llm.checkpoints.stock_vllm import Outcome
 
 _COLOURS = {Outcome.RIGHT: "green", Outcome.WRONG: "red", Outcome.REFUSES: "yellow"}
@@ -25,8 +26,9 @@ def render(diagnosis: Diagnosis) -> RenderableType:
     table.add_row("stock vLLM", f"[{colour}]{diagnosis.stock_vllm.outcome}[/]: {escape(diagnosis.stock_vllm.reason)}")
     table.add_row("this project", escape(diagnosis.project))
     parts: list[RenderableType] = [table]
-    parts += [f"[red]problem[/] {escape(problem.message)}" for problem in diagnosis.problems[:_MAX_PROBLEMS]]
-    if (num_hidden := len(diagnosis.problems) - _MAX_PROBLEMS) > 0:
+    problems = problem_lines(diagnosis.problems)
+    parts += [f"[red]problem[/] {escape(line)}" for line in problems[:_MAX_PROBLEMS]]
+    if (num_hidden := len(problems) - _MAX_PROBLEMS) > 0:
         parts.append(f"[red]problem[/] and {num_hidden} more; --json lists them all")
     parts += [f"[yellow]note[/] {escape(note)}" for note in diagnosis.notes]
     verdict = "[bold green]can be served right[/]" if diagnosis.servable else "[bold red]cannot be served right[/]"

@@ -67,9 +67,9 @@ def serve(settings: ServeSettings, say: Say) -> None:
 
 def _run(settings: ServeSettings, build: VllmBuild, say: Say) -> None:
     started = time.monotonic()
+    model = check_model(settings)
     unix_socket = settings.value("--uds")
     port = settings.port if unix_socket else claim_port(settings.host, settings.port)
-    model = check_model(settings)
     say(f"model: {model.name} ({model.summary})")
     plan = plan_cpu(settings, model) if build.is_cpu else LaunchPlan(environment={})
     for note in plan.notes:
@@ -126,7 +126,7 @@ def ready_message(endpoint: Endpoint, name: str, protected: bool, seconds: float
     socket_option = f"--unix-socket {endpoint.unix_socket} " if endpoint.unix_socket else ""
     insecure = "-k " if endpoint.tls else ""
     key = "-H 'Authorization: Bearer YOUR_KEY' " if protected else ""
-    body = f'{{"model": "{name}", "prompt": "def fibonacci(n):", "max_tokens": 40}}'
+    body = f'{{"model": "{name}", "prompt": "def fibonacci(n):", "max_tokens": 40, "temperature": 0}}'
     return (
         f"ready after {seconds:.1f} s at {endpoint.url} (OpenAI API under /v1); Ctrl-C stops it. Try:\n"
         f"  curl {socket_option}{insecure}{url}/v1/completions -H 'Content-Type: application/json' {key}-d '{body}'"

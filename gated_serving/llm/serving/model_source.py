@@ -62,6 +62,7 @@ def check_model(settings: ServeSettings) -> ServedModel:
         UsageError: There is no such folder, or it cannot be read as a checkpoint.
     """
     from gated_serving.llm.checkpoints import CheckpointError, examine  # not needed in the server process
+    from gated_serving.llm.checkpoints.problem_groups import problem_lines
 
     folder = find_folder(settings.model)
     try:
@@ -69,7 +70,7 @@ def check_model(settings: ServeSettings) -> ServedModel:
     except (CheckpointError, OSError) as error:
         raise UsageError(f"{settings.model}: cannot be read as a checkpoint: {error}") from error
     if not diagnosis.servable:
-        problems = [problem.message for problem in diagnosis.problems] or [diagnosis.project]
+        problems = problem_lines(diagnosis.problems) or [diagnosis.project]
         listed = "".join(f"\n  - {problem}" for problem in problems[:MAX_PROBLEMS])
         if len(problems) > MAX_PROBLEMS:
             listed += f"\n  and {len(problems) - MAX_PROBLEMS} more; gated-serving doctor --json lists them all"

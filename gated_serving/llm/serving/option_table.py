@@ -19,6 +19,10 @@ from gated_serving.llm.serving.errors import UsageError
 OptionTable = Mapping[str, bool]
 """Option string (``--max-model-len``) to whether it takes a value."""
 
+_MIN_LIKENESS = 0.8  # a letter or two wrong, missing or exchanged; options that share a word only are at 0.6 to 0.75
+_LIKENESS_MARGIN = 0.05
+_MAX_HINTS = 3
+
 
 def table_path(vllm_version: str) -> Path:
     """Where the table of one vLLM version lies: under ``$XDG_CACHE_HOME`` or ``~/.cache``."""
@@ -77,6 +81,15 @@ def check_options(tokens: Iterable[str], table: OptionTable) -> None:
         name = option_name(token)
         if name in table or sum(known.startswith(name) for known in table) == 1:  # argparse takes unique prefixes
             continue
-        near = difflib.get_close_matches(name, list(table), n=3)
+        near = [f"--{known}" for known in _closest(name[2:], [known[2:] for known in table if known.startswith("--")])]
         hint = f"; did you mean {' or '.join(near)}?" if near else ""
         raise UsageError(f"no such option: {name}{hint}")
+
+
+def _closest(name: str, known: list[str]) -> list[str]:
+    """The known names that ``name`` may be a slip of: most of their letters agree, and hardly less than the best's."""
+    best = difflib.get_close_matches(name, known, n=1, cutoff=_MIN_LIKENESS)
+    if not best:
+        return []
+    likeness = difflib.SequenceMatcher(None, best[0], name).ratio()
+    return difflib.get_close_matches(name, known, n=_MAX_HINTS, cutoff=max(likeness - _LIKENESS_MARGIN, _MIN_LIKENESS))

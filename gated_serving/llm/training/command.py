@@ -52,7 +52,8 @@ def run_command(
     logging.getLogger("httpx").setLevel(logging.WARNING)
 
     # Only now, so that a mistyped recipe is answered at once.
-    from gated_serving.llm.training.session import RECORD, OutputFolderError, UnusableInputError, train
+    from gated_serving.llm.training.session import RECORD, UnusableInputError, train
+    from gated_serving.run_folder import OutputFolderError
 
     try:
         train(run, folder, resume=resume, progress=sys.stderr.isatty())

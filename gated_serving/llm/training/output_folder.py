@@ -1,16 +1,12 @@
-"""A run's folder: whose it is, with which settings and which data, and that one process at a time writes to it."""
+"""A run's folder: that it goes on with the settings and the data it was started with."""
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import fcntl
 import hashlib
 import json
 import logging
-import os
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, cast
 
@@ -19,59 +15,17 @@ from accelerate import PartialState
 from datasets import Dataset
 
 from gated_serving.llm.training import checkpoints
-from gated_serving.llm.training.overrides import RUN_SETTINGS
 from gated_serving.llm.training.settings import TrainingRun
+from gated_serving.run_folder import RUN_SETTINGS, OutputFolderError, claim_folder, first_difference, write_json
 
 logger = logging.getLogger(__name__)
 
 DATA_RECORD = "data.json"
 """Where a run's folder keeps the digest of the sequences it trains on."""
 
-_held: set[int] = set()
-
-
-class OutputFolderError(Exception):
-    """The output folder cannot be written to, or holds something that this run must not overwrite."""
-
 
 class UnusableInputError(Exception):
     """The settings, the data or the machine cannot be used together; the message says what to change."""
-
-
-@contextlib.contextmanager
-def locked(output: Path) -> Iterator[None]:
-    """Makes the folder and keeps every other training out of it; the lock ends with the process.
-
-    Raises:
-        OutputFolderError: The folder cannot be made, or another training has it.
-    """
-    try:
-        output.mkdir(parents=True, exist_ok=True)
-        handle = os.open(output, os.O_RDONLY | os.O_DIRECTORY)
-    except OSError as error:
-        raise OutputFolderError(f"{output}: cannot be the folder of a run ({error}); give another --output") from error
-    _held.add(handle)
-    try:
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            if isinstance(error, BlockingIOError):
-                raise OutputFolderError(f"{output}: another training is writing here; wait for it to end") from None
-            raise OutputFolderError(f"{output}: cannot be locked ({error}); give another --output") from error
-        yield
-    finally:
-        _held.discard(handle)
-        os.close(handle)
-
-
-def _let_go_in_child() -> None:
-    # A worker that outlives a killed parent would keep the lock through its copy of the handle.
-    for handle in _held:
-        os.close(handle)
-    _held.clear()
-
-
-os.register_at_fork(after_in_child=_let_go_in_child)
 
 
 def claim(run: TrainingRun, output: Path, *, resume: bool) -> bool:
@@ -81,23 +35,13 @@ def claim(run: TrainingRun, output: Path, *, resume: bool) -> bool:
         OutputFolderError: It holds a run and ``resume`` was not asked for, a run with other settings, or other things.
     """
     wanted = json.loads(json.dumps(dataclasses.asdict(run)))
-    path = output / RUN_SETTINGS
-    try:
-        if path.exists():
-            if not resume:
-                raise OutputFolderError(f"{output} holds a run already: go on with --resume, or give another --output")
-            _check_settings(run, wanted, output)
-            _write(path, wanted)
-            for broken in checkpoints.remove_incomplete(output / "checkpoints"):
-                logger.warning("%s was not written to its end and is removed", broken)
-            return False
-        if any(output.iterdir()):
-            raise OutputFolderError(f"{output} is not empty and holds no run: give another --output")
-        _write(path, wanted)
-    except OSError as error:
-        path.with_suffix(".partial").unlink(missing_ok=True)
-        raise OutputFolderError(f"{output}: cannot be the folder of a run ({error})") from error
-    return True
+    is_new = claim_folder(
+        output, wanted, resume=resume, check=lambda found: _check_settings(run, found, wanted, output)
+    )
+    if not is_new:
+        for broken in checkpoints.remove_incomplete(output / "checkpoints"):
+            logger.warning("%s was not written to its end and is removed", broken)
+    return is_new
 
 
 def check_data(output: Path, sequences: dict[str, Dataset]) -> None:
@@ -124,7 +68,7 @@ def check_data(output: Path, sequences: dict[str, Dataset]) -> None:
         return
     if checkpoints.last_complete(output / "checkpoints") is not None:
         logger.warning("%s does not say which data it began with; that they are the same is not checked", output)
-    _write(path, wanted)
+    write_json(path, wanted)
 
 
 def discard(output: Path) -> None:
@@ -142,23 +86,16 @@ def _digest(sequences: Dataset) -> str:
     return digest.hexdigest()
 
 
-def _write(path: Path, content: dict[str, Any]) -> None:
-    partial = path.with_suffix(".partial")
-    partial.write_text(json.dumps(content, indent=2) + "\n")
-    partial.replace(path)
-
-
-def _check_settings(run: TrainingRun, wanted: dict[str, Any], output: Path) -> None:
+def _check_settings(run: TrainingRun, found: dict[str, Any], wanted: dict[str, Any], output: Path) -> None:
     try:
-        found = json.loads((output / RUN_SETTINGS).read_text())
         budget = found["optimisation"]["num_tokens"]
         found["optimisation"]["num_tokens"] = run.optimisation.num_tokens
-    except (ValueError, KeyError, TypeError) as error:
+    except (KeyError, TypeError) as error:
         raise OutputFolderError(
             f"{output / RUN_SETTINGS}: cannot be read ({error!r}); give another --output"
         ) from error
     _check_budget(run, budget, output)
-    if difference := _first_difference(found, wanted):
+    if difference := first_difference(found, wanted):
         raise OutputFolderError(f"{output} holds a run with other settings: {difference}; give another --output")
 
 
@@ -180,12 +117,3 @@ def _check_budget(run: TrainingRun, before: int, output: Path) -> None:
             f"{output} holds a run with optimisation.num_tokens={before}, not {after}: the budget can change only with "
             "schedule='wsd' and between warm-up and decay; give another --output"
         )
-
-
-def _first_difference(found: Any, wanted: Any, name: str = "") -> str | None:
-    if isinstance(found, dict) and isinstance(wanted, dict):
-        for key in [*wanted, *(key for key in found if key not in wanted)]:
-            if difference := _first_difference(found.get(key), wanted.get(key), f"{name}.{key}".lstrip(".")):
-                return difference
-        return None
-    return None if found == wanted else f"{name} is {found!r} there and {wanted!r} here"

@@ -14,6 +14,7 @@ import logging
 import math
 import platform
 import shutil
+from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -21,26 +22,21 @@ from typing import Any
 import torch
 import transformers
 from accelerate import PartialState
-from datasets import Dataset
+from datasets import Dataset, are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
 from safetensors import SafetensorError
-from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase, set_seed
+from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase, PrinterCallback, set_seed
+from transformers.utils import logging as transformers_logging
 
 from gated_serving.llm.training import checkpoints
 from gated_serving.llm.training.architecture import build_config, build_model, count_parameters
 from gated_serving.llm.training.documents import load_documents, split_documents
-from gated_serving.llm.training.output_folder import (
-    OutputFolderError,
-    UnusableInputError,
-    check_data,
-    claim,
-    discard,
-    locked,
-)
+from gated_serving.llm.training.output_folder import UnusableInputError, check_data, claim, discard
 from gated_serving.llm.training.packing import collate, make_sequences
 from gated_serving.llm.training.settings import TrainingRun
 from gated_serving.llm.training.telemetry import MetricsLog, read_metrics
 from gated_serving.llm.training.tokenizer import load_tokenizer, train_tokenizer
 from gated_serving.llm.training.trainer import ResumableTrainer, held_out_loss, training_arguments
+from gated_serving.run_folder import OutputFolderError, locked
 
 logger = logging.getLogger(__name__)
 
@@ -56,7 +52,7 @@ def train(run: TrainingRun, output: Path, *, resume: bool = False, progress: boo
         run: The whole settings.
         output: The run's folder.
         resume: Go on from the last whole checkpoint; starts from the beginning where there is none.
-        progress: Whether to show a progress bar.
+        progress: Whether to show progress bars; without them the losses and the time left are logged.
 
     Returns:
         ``output``, which now holds the finished model.
@@ -72,7 +68,7 @@ def train(run: TrainingRun, output: Path, *, resume: bool = False, progress: boo
             "runtime.fsdp=True: sharding needs several processes on accelerators; start the command with torchrun or "
             "accelerate launch, or set runtime.fsdp=false"
         )
-    with locked(output) if state.is_main_process else contextlib.nullcontext():
+    with _bars(shown=progress), locked(output) if state.is_main_process else contextlib.nullcontext():
         with state.main_process_first():
             is_new = claim(run, output, resume=resume or not state.is_main_process)
         if checkpoints.is_whole(output):
@@ -85,6 +81,19 @@ def train(run: TrainingRun, output: Path, *, resume: bool = False, progress: boo
                 discard(output)
             raise
     return output
+
+
+@contextlib.contextmanager
+def _bars(*, shown: bool) -> Iterator[None]:
+    """Keeps the libraries from drawing progress bars of their own where none are asked for."""
+    with contextlib.ExitStack() as afterwards:
+        if not shown and not are_progress_bars_disabled():
+            disable_progress_bars()
+            afterwards.callback(enable_progress_bars)
+        if not shown and transformers_logging.is_progress_bar_enabled():
+            transformers_logging.disable_progress_bar()
+            afterwards.callback(transformers_logging.enable_progress_bar)
+        yield
 
 
 def _train(run: TrainingRun, output: Path, state: PartialState, *, progress: bool) -> None:
@@ -105,8 +114,9 @@ def _train(run: TrainingRun, output: Path, state: PartialState, *, progress: boo
         eval_dataset=_first(sequences["held_out"], run.runtime.eval_sequences),
         data_collator=collate,
         processing_class=tokenizer,
-        callbacks=[MetricsLog(output / METRICS, tokens_per_step)],
+        callbacks=[MetricsLog(output / METRICS, tokens_per_step, logs_lines=not progress)],
     )
+    trainer.remove_callback(PrinterCallback)  # it prints the same values without their step
     start = checkpoints.last_complete(output / "checkpoints")
     if start is not None:
         logger.info("resuming from step %d", checkpoints.step_of(start))

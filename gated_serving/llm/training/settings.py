@@ -12,27 +12,11 @@ from pathlib import PurePath
 from typing import Any, Literal
 
 from gated_serving.attention import GateConfig
+from gated_serving.run_settings import require, require_above_0, require_at_least
 
 Family = Literal["gated_qwen3", "gated_qwen3_moe", "qwen3", "qwen3_moe", "qwen3_next"]
 GATED_FAMILIES: tuple[Family, ...] = ("gated_qwen3", "gated_qwen3_moe")
 MOE_FAMILIES: tuple[Family, ...] = ("gated_qwen3_moe", "qwen3_moe", "qwen3_next")
-
-
-def _require(ok: bool, name: str, value: object, requirement: str) -> None:
-    if not ok:
-        raise ValueError(f"{name}={value!r}: must be {requirement}")
-
-
-def _require_at_least(section: object, least: int, *names: str) -> None:
-    for name in names:
-        value = getattr(section, name)
-        _require(value is None or value >= least, name, value, f"at least {least}")
-
-
-def _require_above_0(section: object, *names: str) -> None:
-    for name in names:
-        value = getattr(section, name)
-        _require(0 < value < math.inf, name, value, "a finite number above 0")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,26 +84,26 @@ class ModelSettings:
     extra: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        _require_at_least(
+        require_at_least(
             self, 1, "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim",
             "intermediate_size", "max_position_embeddings", "vocab_size",
         )  # fmt: skip
-        _require(self.head_dim % 2 == 0, "head_dim", self.head_dim, "even, for the rotary embedding")
+        require(self.head_dim % 2 == 0, "head_dim", self.head_dim, "even, for the rotary embedding")
         heads, kv_heads = self.num_attention_heads, self.num_key_value_heads
-        _require(heads % kv_heads == 0, "num_attention_heads", heads,
-                 f"a multiple of num_key_value_heads, which is {kv_heads}")  # fmt: skip
-        _require_above_0(self, "rope_theta", "initializer_range")
+        require(heads % kv_heads == 0, "num_attention_heads", heads,
+                f"a multiple of num_key_value_heads, which is {kv_heads}")  # fmt: skip
+        require_above_0(self, "rope_theta", "initializer_range")
         for name in ("gate_init_scale", "gate_init_bias"):
-            _require(math.isfinite(getattr(self, name)), name, getattr(self, name), "a finite number")
+            require(math.isfinite(getattr(self, name)), name, getattr(self, name), "a finite number")
         for name in ("num_experts", "num_experts_per_tok", "moe_intermediate_size"):
             value = getattr(self, name)
             if self.family in MOE_FAMILIES:
-                _require(value is not None and value > 0, name, value, f"given for the family {self.family!r}")
+                require(value is not None and value > 0, name, value, f"given for the family {self.family!r}")
             else:
-                _require(value is None, name, value, f"left out: the family {self.family!r} has no experts")
+                require(value is None, name, value, f"left out: the family {self.family!r} has no experts")
         if self.num_experts is not None and self.num_experts_per_tok is not None:
-            _require(self.num_experts_per_tok <= self.num_experts, "num_experts_per_tok", self.num_experts_per_tok,
-                     f"at most num_experts, which is {self.num_experts}")  # fmt: skip
+            require(self.num_experts_per_tok <= self.num_experts, "num_experts_per_tok", self.num_experts_per_tok,
+                    f"at most num_experts, which is {self.num_experts}")  # fmt: skip
         if self.is_gated:
             GateConfig.from_fields(self.gate_fields())
         elif changed := [name for name, value in self.gate_fields().items() if value != _GATE_DEFAULTS[name]]:
@@ -172,14 +156,14 @@ class DataSettings:
     num_processes: int | None = None
 
     def __post_init__(self) -> None:
-        _require(bool(self.source), "source", self.source, "a path, a pattern, 'stdlib' or a dataset's name")
-        _require(0 < self.held_out_share < 1, "held_out_share", self.held_out_share, "above 0 and below 1")
-        _require(self.sequence_length >= 2, "sequence_length", self.sequence_length, "at least 2")
-        _require(self.max_documents is None or self.max_documents > 1, "max_documents", self.max_documents,
-                 "at least 2, or null for all")  # fmt: skip
-        _require(bool(self.pattern) and not PurePath(self.pattern).is_absolute(), "pattern", self.pattern,
-                 "a pattern of paths inside the folder, such as '**/*.py'")  # fmt: skip
-        _require_at_least(self, 1, "num_processes")
+        require(bool(self.source), "source", self.source, "a path, a pattern, 'stdlib' or a dataset's name")
+        require(0 < self.held_out_share < 1, "held_out_share", self.held_out_share, "above 0 and below 1")
+        require(self.sequence_length >= 2, "sequence_length", self.sequence_length, "at least 2")
+        require(self.max_documents is None or self.max_documents > 1, "max_documents", self.max_documents,
+                "at least 2, or null for all")  # fmt: skip
+        require(bool(self.pattern) and not PurePath(self.pattern).is_absolute(), "pattern", self.pattern,
+                "a pattern of paths inside the folder, such as '**/*.py'")  # fmt: skip
+        require_at_least(self, 1, "num_processes")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -195,7 +179,7 @@ class TokenizerSettings:
     vocab_size: int = 4096
 
     def __post_init__(self) -> None:
-        _require(self.vocab_size >= 257, "vocab_size", self.vocab_size, "at least 257 (every byte and end-of-text)")
+        require(self.vocab_size >= 257, "vocab_size", self.vocab_size, "at least 257 (every byte and end-of-text)")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -241,17 +225,17 @@ class OptimisationSettings:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        _require_at_least(self, 1, "num_tokens", "batch_size", "gradient_accumulation_steps")
-        _require_above_0(self, "learning_rate", "gated_lr_multiplier")
+        require_at_least(self, 1, "num_tokens", "batch_size", "gradient_accumulation_steps")
+        require_above_0(self, "learning_rate", "gated_lr_multiplier")
         for name in ("adam_beta1", "adam_beta2"):
-            _require(0 <= getattr(self, name) < 1, name, getattr(self, name), "from 0 to below 1")
+            require(0 <= getattr(self, name) < 1, name, getattr(self, name), "from 0 to below 1")
         for name in ("weight_decay", "max_grad_norm"):
-            _require(0 <= getattr(self, name) < math.inf, name, getattr(self, name), "a finite number, at least 0")
+            require(0 <= getattr(self, name) < math.inf, name, getattr(self, name), "a finite number, at least 0")
         for name in ("warmup_share", "decay_share", "min_lr_share"):
-            _require(0 <= getattr(self, name) <= 1, name, getattr(self, name), "from 0 to 1")
-        _require(self.warmup_share + self.decay_share <= 1, "decay_share", self.decay_share,
-                 f"at most 1 - warmup_share, which is {1 - self.warmup_share:g}")  # fmt: skip
-        _require(0 <= self.seed < 2**32, "seed", self.seed, "from 0 to 2**32 - 1")
+            require(0 <= getattr(self, name) <= 1, name, getattr(self, name), "from 0 to 1")
+        require(self.warmup_share + self.decay_share <= 1, "decay_share", self.decay_share,
+                f"at most 1 - warmup_share, which is {1 - self.warmup_share:g}")  # fmt: skip
+        require(0 <= self.seed < 2**32, "seed", self.seed, "from 0 to 2**32 - 1")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -280,14 +264,14 @@ class RuntimeSettings:
     fsdp_layer: str | None = None
 
     def __post_init__(self) -> None:
-        _require_at_least(self, 1, "log_steps", "eval_steps", "save_steps", "num_threads")
-        _require(self.eval_sequences is None or self.eval_sequences >= 1, "eval_sequences", self.eval_sequences,
-                 "at least 1, or null for all")  # fmt: skip
-        _require(self.keep_checkpoints >= 2, "keep_checkpoints", self.keep_checkpoints, "at least 2")
-        _require(self.save_steps % self.log_steps == 0, "save_steps", self.save_steps,
-                 f"a multiple of log_steps, which is {self.log_steps}")  # fmt: skip
-        _require(not self.fsdp or self.fsdp_layer is not None, "fsdp_layer", self.fsdp_layer,
-                 "the name of the layer class when fsdp is true")  # fmt: skip
+        require_at_least(self, 1, "log_steps", "eval_steps", "save_steps", "num_threads")
+        require(self.eval_sequences is None or self.eval_sequences >= 1, "eval_sequences", self.eval_sequences,
+                "at least 1, or null for all")  # fmt: skip
+        require(self.keep_checkpoints >= 2, "keep_checkpoints", self.keep_checkpoints, "at least 2")
+        require(self.save_steps % self.log_steps == 0, "save_steps", self.save_steps,
+                f"a multiple of log_steps, which is {self.log_steps}")  # fmt: skip
+        require(not self.fsdp or self.fsdp_layer is not None, "fsdp_layer", self.fsdp_layer,
+                "the name of the layer class when fsdp is true")  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -306,7 +290,7 @@ class TrainingRun:
     runtime: RuntimeSettings = field(default_factory=RuntimeSettings)
 
     def __post_init__(self) -> None:
-        _require(
+        require(
             self.data.sequence_length <= self.model.max_position_embeddings,
             "data.sequence_length", self.data.sequence_length,
             f"at most model.max_position_embeddings, which is {self.model.max_position_embeddings}",

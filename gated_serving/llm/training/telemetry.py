@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import time
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,10 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from gated_serving.attention import gate_scores
 from gated_serving.llm.models.attention import GatedAttention
 
+logger = logging.getLogger(__name__)
+
 _NAMES = {"learning_rate": "lr", "grad_norm": "grad_norm", "loss": "loss", "eval_loss": "eval_loss"}
+_LABELS = {"loss": "loss", "eval_loss": "held-out loss"}
 
 
 class MetricsLog(TrainerCallback):
@@ -24,11 +28,13 @@ class MetricsLog(TrainerCallback):
     Args:
         path: The file. Lines past the step that a run resumes from are dropped, so that no step appears twice.
         tokens_per_step: Tokens of one optimiser step over all devices.
+        logs_lines: Whether the losses also go to the log, a line each, with the time that is left.
     """
 
-    def __init__(self, path: Path, tokens_per_step: int) -> None:
+    def __init__(self, path: Path, tokens_per_step: int, *, logs_lines: bool = False) -> None:
         self._path = path
         self._tokens_per_step = tokens_per_step
+        self._logs_lines = logs_lines
         self._last: tuple[float, int] | None = None
         self._seconds_before = 0.0
         self._started = 0.0
@@ -65,6 +71,8 @@ class MetricsLog(TrainerCallback):
             then, step = self._last
             values["tokens_per_s"] = round((state.global_step - step) * self._tokens_per_step / (now - then), 1)
         self._append(state, values)
+        if self._logs_lines:
+            logger.info("%s", describe_progress(state.global_step, state.max_steps, self._tokens_per_step, values))
 
     def on_evaluate(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Writes the mean gates, over the first held-out batch."""
@@ -87,6 +95,23 @@ class MetricsLog(TrainerCallback):
             file.write(json.dumps(line | values) + "\n")
         if "loss" in values:
             self._last = (now, state.global_step)
+
+
+def describe_progress(step: int, num_steps: int, tokens_per_step: int, values: dict[str, Any]) -> str:
+    """One line of a log: how far the run is, its loss or held-out loss, its speed, and the time it has left.
+
+    Args:
+        step: Optimiser steps done.
+        num_steps: Optimiser steps of the whole run.
+        tokens_per_step: Tokens of one optimiser step over all devices.
+        values: What ``metrics.jsonl`` gets; ``loss``, ``eval_loss`` (nats a token) and ``tokens_per_s`` are told.
+    """
+    parts = [f"step {step}/{num_steps}", f"{step * tokens_per_step:,} tokens"]
+    parts += [f"{label} {values[name]:.4f}" for name, label in _LABELS.items() if name in values]
+    if rate := values.get("tokens_per_s"):
+        left = round((num_steps - step) * tokens_per_step / rate)
+        parts += [f"{rate:,.0f} tokens/s", f"{left // 3600}:{left // 60 % 60:02}:{left % 60:02} left"]
+    return ", ".join(parts)
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:

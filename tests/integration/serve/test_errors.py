@@ -77,6 +77,13 @@ def test_a_port_in_use(tiny_folder: Path) -> None:
         assert_refused(run_serve(tiny_folder, "--port", str(port)), 3, str(port), "in use")
 
 
+def test_a_model_that_is_not_there_is_told_before_a_port_in_use() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        result = run_serve("nosuch", "--port", str(taken.getsockname()[1]))
+    assert_refused(result, 2, "nosuch")
+    assert "in use" not in result.stderr
+
+
 @pytest.mark.parametrize("port", ["-1", "70000", "many"])
 def test_a_port_that_is_none(tiny_folder: Path, port: str) -> None:
     assert_refused(run_serve(tiny_folder, "--port", port), 2, "--port")

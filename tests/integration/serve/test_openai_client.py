@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import openai
+import psutil
 import pytest
 import torch
+from process_ends import assert_all_end
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from gated_serving.llm.serving import RunningServer, running_server
@@ -161,3 +164,12 @@ def test_the_ready_message_names_the_address_and_a_curl_line(server: RunningServ
     printed = server.log_path.read_text()
     assert f"at {server.url}" in printed
     assert f"curl {server.url}/v1/completions" in printed
+
+
+def test_sigterm_stops_it_cleanly(server: RunningServer) -> None:
+    """The last of this file: it ends the server that the others asked."""
+    below = psutil.Process(server.process.pid).children(recursive=True)
+    assert len(below) >= 2  # the API and its engine
+    assert server.stop(signal.SIGTERM) == 0
+    assert_all_end(below)
+    assert "Traceback" not in server.log_path.read_text()

@@ -15,8 +15,8 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineProcess]:
 
 @pytest.fixture(scope="session")
 def parallel_engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineProcess]:
-    """For two ranks on two cores."""
-    environment = {"VLLM_CPU_OMP_THREADS_BIND": "0|1"}
+    """For two ranks on two cores. One thread in the process itself, so that ranks can be forks of it."""
+    environment = {"VLLM_CPU_OMP_THREADS_BIND": "0|1", "OMP_NUM_THREADS": "1"}
     process = EngineProcess(tmp_path_factory.mktemp("engine") / "log", environment)
     yield process
     process.close()

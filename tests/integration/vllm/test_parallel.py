@@ -1,4 +1,7 @@
-"""Two tensor-parallel or pipeline-parallel ranks: the heads, and their gates, are divided rightly."""
+"""Two tensor-parallel or pipeline-parallel ranks: the heads, and their gates, are divided rightly.
+
+The ranks' processes are made as vLLM makes them in one case of each kind, and by a fork in the others.
+"""
 
 from pathlib import Path
 
@@ -30,7 +33,7 @@ def reference(model: torch.nn.Module):
 def test_tensor_parallel(parallel_engine: EngineProcess, tmp_path: Path, options) -> None:
     model = tiny_model(**options)
     model.save_pretrained(tmp_path)
-    assert_right(parallel_engine.generate(tmp_path, tensor_parallel_size=2), reference(model))
+    assert_right(parallel_engine.generate(tmp_path, tensor_parallel_size=2, forks_workers=True), reference(model))
 
 
 def test_tensor_parallel_official_elementwise(parallel_engine: EngineProcess, tmp_path: Path) -> None:
@@ -50,7 +53,7 @@ def test_tensor_parallel_lora_on_a_divided_group(parallel_engine: EngineProcess,
     adapted.save_pretrained(str(tmp_path / "adapter"))
     generated = parallel_engine.generate(
         tmp_path / "model", num_logprobs=None, adapters=[tmp_path / "adapter"], enable_lora=True, max_lora_rank=8,
-        tensor_parallel_size=2,
+        tensor_parallel_size=2, forks_workers=True,
     )  # fmt: skip
     assert_right(generated, reference(adapted))
     with adapted.disable_adapter():

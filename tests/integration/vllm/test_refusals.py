@@ -115,6 +115,34 @@ def test_bias_that_the_config_denies(engine: EngineProcess, tmp_path: Path) -> N
     refused(engine, folder, "_proj.bias", "attention_bias")
 
 
+@pytest.mark.parametrize("model_type", ["qwen3", "qwen3_moe"])
+def test_bias_that_an_ungated_config_denies(engine: EngineProcess, tmp_path: Path, model_type: str) -> None:
+    folder = make_official(tmp_path, gate="none", model_type=model_type)
+    name = "model.layers.1.self_attn.k_proj.bias"
+    change_weights(folder, {name: torch.zeros(64)})
+    plain = engine.generate(folder, num_logprobs=None)
+    change_weights(folder, {name: torch.ones(64)})
+    refused(engine, folder, name, "[64]", "a bias", "no use for", "attention_bias")
+    change_weights(folder, drop="model.layers.1.self_attn.k_proj.bias")
+    assert engine.generate(folder, num_logprobs=None).tokens == plain.tokens
+
+
+@pytest.mark.parametrize("gate", ["none", "headwise"])
+@pytest.mark.parametrize(("projection", "rows"), [("up_proj", 161), ("up_proj", 320), ("down_proj", 97)])
+def test_expert_that_is_too_large(engine: EngineProcess, tmp_path: Path, gate: Any, projection: str, rows: int) -> None:
+    folder = make_official(tmp_path, gate=gate, model_type="qwen3_moe")
+    name = f"model.layers.1.mlp.experts.2.{projection}.weight"
+    weight = read_weights(folder)[name]
+    change_weights(folder, {name: torch.cat([weight, weight])[:rows].contiguous()})
+    refused(engine, folder, name, f"[{rows}, {weight.shape[1]}]", f"expected shape {list(weight.shape)}")
+
+
+def test_expert_too_many(engine: EngineProcess, tmp_path: Path) -> None:
+    folder = make_official(tmp_path, model_type="qwen3_moe")
+    change_weights(folder, {"model.layers.1.mlp.experts.4.up_proj.weight": torch.ones(160, 96)})
+    refused(engine, folder, "model.layers.1.mlp.experts.4.up_proj.weight", "[160, 96]", "num_experts")
+
+
 def test_heads_that_cannot_be_divided(parallel_engine: EngineProcess, tmp_path: Path) -> None:
     folder = make_official(tmp_path, heads=3, kv_heads=1, head_dim=32)
     refused(parallel_engine, folder, "attention heads", tensor_parallel_size=2)

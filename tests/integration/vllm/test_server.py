@@ -44,6 +44,8 @@ def serving(folder: Path, log: Path, *options: str) -> Iterator[str]:
         str(folder),
         "--host",
         "127.0.0.1",
+        "--kv-cache-memory-bytes",
+        "64M",
     ]
     environment = os.environ | ENVIRONMENT | {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
     with log.open("w") as output:

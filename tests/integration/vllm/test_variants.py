@@ -39,9 +39,16 @@ def test_moe_variant_is_served_right(engine: EngineProcess, tmp_path: Path, vari
 
 
 def test_moe_with_dense_layers_among_the_experts_is_served_right(engine: EngineProcess, tmp_path: Path) -> None:
-    model = tiny_model(moe=True, mlp_only_layers=[0], gate_position="G2")
-    model.save_pretrained(tmp_path)
-    assert_right(engine.generate(tmp_path), reference(model))
+    mixed, pure = tiny_model(moe=True, mlp_only_layers=[0], gate_position="G2"), tiny_model(moe=True)
+    mixed.save_pretrained(tmp_path / "mixed")
+    pure.save_pretrained(tmp_path / "pure")
+    generated = engine.generate(tmp_path / "mixed")
+    assert_right(generated, reference(mixed))
+    assert set(generated.packed_modules) == {"qkv_proj", "gate_up_proj"}
+    # The one model's packing is its own: another in the same process has no dense layers.
+    generated = engine.generate(tmp_path / "pure")
+    assert_right(generated, reference(pure))
+    assert set(generated.packed_modules) == {"qkv_proj"}
 
 
 def test_sliding_window_is_kept(engine: EngineProcess, tmp_path: Path) -> None:

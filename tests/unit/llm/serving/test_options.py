@@ -100,6 +100,23 @@ def test_unknown_options_are_named_with_the_nearest() -> None:
         check_options(["--max-modle-len", "5"], TABLE)
 
 
+@pytest.mark.parametrize(
+    ("typed", "hint"),
+    [
+        ("--maxmodel-len", "; did you mean --max-model-len?"),
+        ("--no-enforce-eagre", "; did you mean --no-enforce-eager?"),
+        ("--max-len", ""),
+        ("--model-name", ""),
+        ("--speed-up", ""),
+        ("--dtypes-of-all", ""),
+    ],
+)
+def test_only_truly_close_options_are_hinted_at(typed: str, hint: str) -> None:
+    with pytest.raises(UsageError) as refused:
+        check_options([typed], TABLE)
+    assert str(refused.value) == f"no such option: {typed}{hint}"
+
+
 def test_the_table_of_options_is_kept_by_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     parser = argparse.ArgumentParser()

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -46,3 +48,21 @@ def test_a_recipe_trains_and_says_where_the_model_is(documents: Path, tmp_path: 
     assert result.exit_code == 0, result.stderr
     assert str(output) in result.stderr
     assert json.loads((output / "config.json").read_text())["gate_position"] == "G2"
+
+
+def test_without_a_terminal_the_log_tells_how_far_it_is_and_nothing_draws_bars(documents: Path, tmp_path: Path) -> None:
+    command = [
+        sys.executable, "-m", "gated_serving.cli", "train-llm", "tiny-python", "--output", str(tmp_path / "run"),
+        f"data.source={documents}", "data.held_out_share=0.2", "data.sequence_length=32", "tokenizer.vocab_size=300",
+        "model.hidden_size=32", "model.num_hidden_layers=1", "model.intermediate_size=32", "runtime.log_steps=2",
+        "runtime.save_steps=4", "runtime.eval_steps=4", "optimisation.num_tokens=512",
+    ]  # fmt: skip
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+    lines = [line.partition("telemetry: ")[2] for line in result.stderr.splitlines() if "telemetry: " in line]
+    told = [line.split(", ")[:2] for line in lines if "tokens/s" in line]
+    assert told == [["step 2/4", "256 tokens"], ["step 4/4", "512 tokens"]]
+    assert [line.split(", ")[0] for line in lines if "held-out loss" in line] == ["step 4/4"]
+    assert "it/s" not in result.stderr
+    assert "examples/s" not in result.stderr
+    assert result.stdout == ""

@@ -22,12 +22,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, 
 from gated_serving.llm.models import GatedQwen3ForCausalLM
 from gated_serving.llm.recipes import find_recipe
 from gated_serving.llm.training import checkpoints
-from gated_serving.llm.training.output_folder import locked
 from gated_serving.llm.training.overrides import apply_overrides
-from gated_serving.llm.training.session import RECORD, OutputFolderError, UnusableInputError, train
+from gated_serving.llm.training.session import RECORD, UnusableInputError, train
 from gated_serving.llm.training.settings import TrainingRun
 from gated_serving.llm.training.telemetry import read_metrics
 from gated_serving.llm.training.trainer import ResumableTrainer
+from gated_serving.run_folder import OutputFolderError, locked
 
 KILLED_IN_A_CHECKPOINT = """
 import os, signal, sys

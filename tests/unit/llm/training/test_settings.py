@@ -5,6 +5,8 @@ from pathlib import Path
 import pytest
 from tiny_training import tiny_run
 
+from gated_serving.attention import GateConfig
+from gated_serving.llm.models import GatedQwen3Config, GatedQwen3MoeConfig
 from gated_serving.llm.training.architecture import build_config, build_on_meta
 
 
@@ -71,3 +73,9 @@ def test_a_config_that_makes_no_model_is_refused() -> None:
     settings = tiny_run(Path("unused"), vocab_size=300, extra={"hidden_act": "banana"}).model
     with pytest.raises(ValueError, match=r"model: these settings make no gated_qwen3 model: .*banana"):
         build_on_meta(settings)
+
+
+def test_the_gate_that_is_meant_without_saying_so_is_the_same_everywhere() -> None:
+    """Settings and configs must spell out the gate's fields, for their types and documentation."""
+    assert tiny_run(Path("unused")).model.gate_fields() == GateConfig().to_fields()
+    assert GatedQwen3Config().gate == GatedQwen3MoeConfig().gate == GateConfig()

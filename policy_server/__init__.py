@@ -1,0 +1,1 @@
+"""Deep policies: exported whole, and served at control-loop latency."""
