@@ -53,7 +53,7 @@ def guard_loader() -> None:
 
 
 def watch_loading(model: nn.Module) -> None:
-    """Makes ``model.load_weights`` refuse unused gates and biases, and name the tensor that any other error came from."""
+    """Makes ``model.load_weights`` refuse unused gates and biases, and name the tensor any other error came from."""
     load: Any = model.load_weights
 
     @functools.wraps(load)
