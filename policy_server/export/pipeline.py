@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -45,8 +46,8 @@ class ExportOptions:
     num_episodes: int = 100
 
     def __post_init__(self) -> None:
-        if self.tolerance is not None and not self.tolerance > 0:
-            raise ExportError(f"--tolerance {self.tolerance}: must be above 0")
+        if self.tolerance is not None and not (math.isfinite(self.tolerance) and self.tolerance > 0):
+            raise ExportError(f"--tolerance {self.tolerance}: must be a number above 0")
         if self.num_episodes < 0:
             raise ExportError(f"--episodes {self.num_episodes}: must be 0 or more")
 

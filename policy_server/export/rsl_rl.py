@@ -94,17 +94,16 @@ class _Network(nn.Module):
             else nn.Identity()
         )
         self.mlp = actor.mlp
-        kind = type(cast("Any", actor.distribution)).__name__
+        distribution: Any = actor.distribution
         self.std_of: str | None = {
             "GaussianDistribution": "weights",
             "HeteroscedasticGaussianDistribution": "network",
-        }.get(kind)
-        distribution = cast("Any", actor.distribution)
+        }.get(type(distribution).__name__)
         self.deterministic = nn.Identity() if distribution is None else distribution.as_deterministic_output_module()
-        if self.std_of is not None:
+        if distribution is not None and self.std_of is not None:
             self.in_log = distribution.std_type == "log"
             self.log_std_range = tuple(distribution.log_std_range)
-        if self.std_of == "weights":
+        if distribution is not None and self.std_of == "weights":
             self.std = distribution.log_std_param if self.in_log else distribution.std_param
 
     def forward(self, *groups: Tensor) -> tuple[Tensor, ...]:

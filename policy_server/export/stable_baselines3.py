@@ -8,6 +8,7 @@ Legend: B batch, A action values, C choices in all.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -189,7 +190,7 @@ def _field(name: str, space: Any, path: Path) -> ObservationField:
     if name in RESERVED_NAMES:
         raise ExportError(f"{path}: observation field {name!r} has a name the graph uses itself; rename it")
     if kind == "Box":
-        size = int(np.prod(space.shape))
+        size = math.prod(space.shape)
         low, high = inner_bounds(space.low, space.high, size=size, origin=f"{path}: observation field {name}")
         return ObservationField(name=name, shape=tuple(space.shape), low=low, high=high)
     if kind in ("Discrete", "MultiDiscrete", "MultiBinary"):

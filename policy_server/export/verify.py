@@ -118,7 +118,7 @@ def verify(
         inputs["noise"] = draw_noise(policy, num)
     expected = dict(policy.reference(inputs))
     if policy.action.num_choices is not None:
-        expected["scores"] = expected["logits"] + inputs.get("noise", np.float64(0))
+        expected["scores"] = np.add(expected["logits"], inputs.get("noise", 0.0))
     session = load_session(file) if isinstance(file, Path) else file
     names: list[str] = [output.name for output in session.get_outputs()]
     largest, start = 0.0, 0

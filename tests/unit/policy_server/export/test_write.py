@@ -92,5 +92,7 @@ def test_a_version_below_one_is_refused(
 def test_wrong_numbers_are_refused() -> None:
     with pytest.raises(ExportError, match="--tolerance 0"):
         ExportOptions(tolerance=0)
+    with pytest.raises(ExportError, match="--tolerance inf"):
+        ExportOptions(tolerance=float("inf"))
     with pytest.raises(ExportError, match="--episodes -1"):
         ExportOptions(num_episodes=-1)
