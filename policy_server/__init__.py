@@ -1,1 +1,1 @@
-"""Deep policies: exported whole, and served at control-loop latency."""
+"""Deep policies: exported whole, with a manifest that says what they are."""

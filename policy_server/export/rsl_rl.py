@@ -216,11 +216,9 @@ def _build_actor(
     settings: Mapping[str, Any], fields: tuple[ObservationField, ...], weights: Mapping[str, Tensor], path: Path
 ) -> tuple[Any, int]:
     """Rsl_rl's own model with the weights in it, and the number of action values."""
-    try:
-        from rsl_rl.models import MLPModel  # pyright: ignore[reportMissingTypeStubs]
-        from tensordict import TensorDict
-    except ImportError as error:
-        raise ExportError(f"{path}: needs the package rsl-rl-lib ({error}); install it") from error
+    from rsl_rl.models import MLPModel  # pyright: ignore[reportMissingTypeStubs]
+    from tensordict import TensorDict
+
     arguments = {key: value for key, value in copy.deepcopy(dict(settings)).items() if key != "class_name"}
     last = max((name for name in weights if name.startswith("mlp.")), key=lambda name: int(name.split(".")[1]))
     outputs = int(weights[last].shape[0])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import math
 import re
 from dataclasses import dataclass, replace
@@ -73,11 +74,13 @@ def _read(source: str, options: SourceOptions) -> TrainedPolicy:
         return read_residual_actor(path)
     if path.is_file() and path.suffix == ".zip":
         _refuse(options, _MODULE_OPTIONS | {"config"}, "a Stable-Baselines3 model")
+        _require("stable_baselines3", "stable-baselines3", source)
         from policy_server.export.stable_baselines3 import read_stable_baselines3
 
         return read_stable_baselines3(path, vec_normalize=options.vec_normalize, trust_pickle=options.trust_pickle)
     if path.is_file() and path.suffix == ".pt":
         _refuse(options, _SB3_OPTIONS, "an rsl_rl model")
+        _require("rsl_rl", "rsl-rl-lib", source)
         from policy_server.export.rsl_rl import read_rsl_rl
 
         return read_rsl_rl(
@@ -97,6 +100,11 @@ def _read(source: str, options: SourceOptions) -> TrainedPolicy:
             source, observation=options.observation, low=options.action_low, high=options.action_high
         )
     raise UnreadableSourceError(f"{source}: no such file or folder; give {KINDS}")
+
+
+def _require(module: str, package: str, source: str) -> None:
+    if importlib.util.find_spec(module) is None:
+        raise ExportError(f"{source}: needs the package {package}, which is not installed: pip install {package}")
 
 
 def _refuse(options: SourceOptions, names: frozenset[str], kind: str) -> None:

@@ -135,7 +135,8 @@ def _with_length(environment: Environment, environment_id: str, max_episode_step
     length = max_episode_steps or known or getattr(environment.unwrapped, "max_episode_steps", None)
     if length is None:
         raise UnusableEnvironmentError(
-            f"{environment_id}: the length of its episodes is not known; give max_episode_steps"
+            f"{environment_id}: the length of its episodes is not known; give max_episode_steps to it, and to "
+            "train-rl as 'environment.kwargs={\"max_episode_steps\": 50}'"
         )
     if length == known:
         return environment

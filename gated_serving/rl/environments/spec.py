@@ -71,7 +71,8 @@ def spec_of(
     steps = environment.spec.max_episode_steps if environment.spec is not None else None
     if steps is None:
         raise UnusableEnvironmentError(
-            f"{environment_id}: the length of its episodes is not known; give max_episode_steps"
+            f"{environment_id}: the length of its episodes is not known; give max_episode_steps to it, and to "
+            "train-rl as 'environment.kwargs={\"max_episode_steps\": 50}'"
         )
     return GoalEnvironmentSpec(
         id=environment_id,

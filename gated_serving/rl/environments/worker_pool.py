@@ -7,11 +7,13 @@ how many threads a process takes, which must be known before NumPy is loaded.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import multiprocessing
 import os
 import signal
 import time
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -122,16 +124,22 @@ class WorkerPool:
 def _work(*arguments: Any) -> None:
     """Gymnasium's own loop of a process.
 
-    Ctrl-C is left to the parent, which may want to finish a step and save; and when the parent is gone, there is nobody
-    left to be told so.
+    Ctrl-C and SIGTERM are left to the parent, which may want to finish a step and save: terminals and service managers
+    send them to all processes at once. When the parent is gone, there is nobody left to be told so.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     with contextlib.suppress(BrokenPipeError, ConnectionResetError):
         _async_worker(*arguments)
 
 
 class _Processes(AsyncVectorEnv[Any, Any]):
     """Gymnasium's, but closing it never waits for a process that is gone or stuck."""
+
+    def __init__(self, *arguments: Any, **settings: Any) -> None:
+        super().__init__(*arguments, **settings)
+        # Before multiprocessing's own end, which would send SIGTERM and then wait for processes that ignore it.
+        atexit.register(_end, weakref.ref(self))
 
     def close_extras(self, timeout: float | None = None, terminate: bool = False) -> None:
         """Asks every process to close, and ends those that have not after a while."""
@@ -147,6 +155,13 @@ class _Processes(AsyncVectorEnv[Any, Any]):
                 process.join()
         for pipe in pipes:
             pipe.close()
+
+
+def _end(reference: weakref.ref[_Processes]) -> None:
+    """Ends processes that nobody closed."""
+    processes = reference()
+    if processes is not None and not processes.closed:
+        processes.close(terminate=True)
 
 
 @contextlib.contextmanager

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import subprocess
@@ -135,6 +136,21 @@ def test_what_is_no_policy_is_refused_with_2(name: str, message: str, tmp_path: 
     assert result.exit_code == 2
     assert message in result.stderr
     assert not (tmp_path / "policies").exists()
+
+
+@pytest.mark.parametrize(
+    ("file", "module", "package"),
+    [("model.zip", "stable_baselines3", "stable-baselines3"), ("model.pt", "rsl_rl", "rsl-rl-lib")],
+)
+def test_a_missing_package_is_named(
+    file: str, module: str, package: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / file).write_text("")
+    found = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == module else found(name))
+    result = RUNNER.invoke(app, ["export-policy", str(tmp_path / file), str(tmp_path / "policies")])
+    assert result.exit_code == 1
+    assert f"pip install {package}" in result.stderr
 
 
 def test_an_interrupted_export_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
