@@ -94,3 +94,38 @@ class ThreadCount(PointReach):
 
 def not_an_environment() -> int:
     return 3
+
+
+class Saying(PointReach):
+    """Gives whatever it is told to: entries of the observation and of the info, by their names."""
+
+    def __init__(self, observation: dict | None = None, info: dict | None = None) -> None:
+        super().__init__()
+        self.changed_observation, self.changed_info = observation or {}, info or {}
+
+    def step(self, action):
+        observation, reward, terminated, truncated, info = super().step(action)
+        changed = {**observation, **self.changed_observation}
+        return (
+            {key: value for key, value in changed.items() if value is not None},
+            reward, terminated, truncated, {**info, **self.changed_info},
+        )  # fmt: skip
+
+
+class Leaving(PointReach):
+    """Wants to end the whole program in the middle of a step."""
+
+    def step(self, action):
+        raise SystemExit(0)
+
+
+class WideActions(PointReach):
+    """Its bounds are further apart than float32 can tell."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.action_space = Box(-3e38, 3e38, (2,), np.float32)
+
+    def step(self, action):
+        observation, *rest = super().step(np.zeros(2))
+        return {**observation, "observation": np.asarray(action / 3e38, np.float32)}, *rest

@@ -15,6 +15,7 @@ from gated_serving.rl.networks import RESIDUAL_INTERVAL, TrunkShape
 from gated_serving.run_settings import require, require_above_0, require_at_least
 
 MAX_SEED = 2**32 - 1
+MAX_THREADS = 1024
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,6 +34,7 @@ class EnvironmentSettings:
         require(bool(self.id), "id", self.id, "a Gymnasium id, metaworld:TASK or package.module:name")
         require("render_mode" not in self.kwargs, "kwargs", self.kwargs,
                 "without render_mode; evaluation.video=true records an episode")  # fmt: skip
+        require("environment_id" not in self.kwargs, "kwargs", self.kwargs, "without environment_id, which is id's")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -254,6 +256,8 @@ class RuntimeSettings:
 
     def __post_init__(self) -> None:
         require_at_least(self, 1, "num_threads", "log_rounds", "save_rounds")
+        require(self.num_threads is None or self.num_threads <= MAX_THREADS, "num_threads", self.num_threads,
+                f"at most {MAX_THREADS}")  # fmt: skip
         require_at_least(self, 0, "num_processes", "checkpoint_segments")
         require(self.save_rounds % self.log_rounds == 0, "save_rounds", self.save_rounds,
                 f"a multiple of log_rounds, which is {self.log_rounds}")  # fmt: skip

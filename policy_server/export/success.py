@@ -111,7 +111,7 @@ def _step(episode: _Episode, action: Any, policy: TrainedPolicy) -> bool | None:
     """Takes one step; whether the episode succeeded, None while it goes on."""
     episode.observation, _, terminated, truncated, info = episode.environment.step(action)
     episode.num_steps += 1
-    known = [bool(info[key]) for key in _SUCCESS_KEYS if key in info]
+    known = [_is_success(policy, key, info[key]) for key in _SUCCESS_KEYS if key in info]
     episode.reports_success |= bool(known)
     if any(known) and policy.training.success_at == "any":
         return True
@@ -123,6 +123,14 @@ def _step(episode: _Episode, action: Any, policy: TrainedPolicy) -> bool | None:
             f"{policy.training.environment} says in none of {_SUCCESS_KEYS} whether an episode succeeded"
         )
     return any(known)
+
+
+def _is_success(policy: TrainedPolicy, key: str, value: Any) -> bool:
+    if not np.isscalar(value) or value not in (0, 1):
+        raise EnvironmentUnavailableError(
+            f"{policy.training.environment}: its info's {key} is {value!r}; it must be True or False, or 1 or 0"
+        )
+    return bool(value)
 
 
 def _act(session: Session, policy: TrainedPolicy, observations: list[Any]) -> list[Any]:

@@ -5,6 +5,7 @@ Legend: N environments of the group, O observation size, G goal size, A action s
 
 from __future__ import annotations
 
+import logging
 import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -17,6 +18,8 @@ from gymnasium.spaces import Box
 
 from gated_serving.rl.environments.errors import EnvironmentFailedError
 from gated_serving.rl.environments.spec import OBSERVATION_KEYS, GoalEnvironmentSpec
+
+logger = logging.getLogger(__name__)
 
 Array = npt.NDArray[np.float32]
 _SUCCESS_KEYS = ("is_success", "success")
@@ -113,8 +116,9 @@ class EnvironmentGroup(gymnasium.Env[Array, Array]):
         self._next_episodes = [0] * num_environments
         self._layout = PackedLayout(spec.observation_size, spec.goal_size)
         self._rows = np.zeros((num_environments, self._layout.width), dtype=np.float32)
-        self._low = np.asarray(spec.action_low, dtype=np.float32)
-        self._high = np.asarray(spec.action_high, dtype=np.float32)
+        self._sizes = dict(zip(OBSERVATION_KEYS, (spec.observation_size, spec.goal_size, spec.goal_size), strict=True))
+        self._low = np.asarray(spec.action_low, dtype=np.float64)  # their distance may not fit into 32 bits
+        self._high = np.asarray(spec.action_high, dtype=np.float64)
         self.observation_space = Box(-np.inf, np.inf, self._rows.shape, np.float32)
         self.action_space = Box(-1.0, 1.0, (num_environments, spec.action_size), np.float32)
 
@@ -148,7 +152,7 @@ class EnvironmentGroup(gymnasium.Env[Array, Array]):
             action: In [-1, 1], [N, A]; clipped, and scaled to each environment's own bounds.
         """
         clipped = np.clip(action, -1.0, 1.0)
-        actions = self._low + (clipped + 1.0) * (0.5 * (self._high - self._low))
+        actions = (self._low + (clipped + 1.0) * (0.5 * (self._high - self._low))).astype(np.float32)
         try:
             for n, row in enumerate(self._rows):
                 observation, terminated, truncated, success = self._step_one(n, actions[n])
@@ -164,46 +168,70 @@ class EnvironmentGroup(gymnasium.Env[Array, Array]):
     def close(self) -> None:
         """Closes the environments."""
         for environment in self._environments:
-            environment.close()
+            try:
+                environment.close()
+            except Exception:
+                logger.exception("%s: an environment failed to close", self._spec.id)
         self._environments = []
 
     def _make_one(self) -> gymnasium.Env[Any, Any]:
         try:
             return self._make()
-        except Exception:
+        except (Exception, SystemExit):
             raise self._failed("could not be made", self._numbers[0]) from None
 
-    def _begin_episode(self, n: int) -> dict[str, npt.NDArray[Any]]:
+    def _begin_episode(self, n: int) -> dict[str, Array]:
         number, episode = self._numbers[n], self._next_episodes[n]
         self._next_episodes[n] += 1
         try:
             observation, _ = self._environments[n].reset(seed=episode_seed(self._seed, number, episode))
-        except Exception:
+        except (Exception, SystemExit):
             raise self._failed("failed in reset", number) from None
-        self._check_finite(observation, number)
-        return observation
+        return self._checked(observation, number)
 
-    def _step_one(self, n: int, action: Array) -> tuple[dict[str, npt.NDArray[Any]], bool, bool, bool]:
+    def _step_one(self, n: int, action: Array) -> tuple[dict[str, Array], bool, bool, bool]:
         number = self._numbers[n]
         try:
             observation, _, terminated, truncated, info = self._environments[n].step(action)
-        except Exception:
+        except (Exception, SystemExit):
             raise self._failed("failed in step", number) from None
-        self._check_finite(observation, number)
+        checked = self._checked(observation, number)
         for key in _SUCCESS_KEYS:
             if key in info:
-                return observation, bool(terminated), bool(truncated), bool(info[key])
+                return checked, bool(terminated), bool(truncated), self._success(key, info[key])
         raise EnvironmentFailedError(
             f"{self._spec.id}: its info has neither of {list(_SUCCESS_KEYS)}, only {sorted(info)}; whether the goal is "
             "reached must be said there at every step"
         )
 
-    def _check_finite(self, observation: Mapping[str, npt.NDArray[Any]], number: int) -> None:
-        for key in OBSERVATION_KEYS:
-            if not np.isfinite(observation[key]).all():
+    def _success(self, key: str, value: Any) -> bool:
+        if not np.isscalar(value) or value not in (0, 1):
+            raise EnvironmentFailedError(
+                f"{self._spec.id}: its info's {key} is {value!r}; it must be True or False, or 1 or 0"
+            )
+        return bool(value)
+
+    def _checked(self, observation: Any, number: int) -> dict[str, Array]:
+        """The three parts in float32, each a row of finite numbers as long as the spec says."""
+        checked: dict[str, Array] = {}
+        for key, size in self._sizes.items():
+            try:
+                with np.errstate(over="ignore"):  # what does not fit is infinite, and refused below
+                    row = np.asarray(observation[key], dtype=np.float32)
+            except (KeyError, IndexError, TypeError, ValueError) as error:
                 raise EnvironmentFailedError(
-                    f"{self._spec.id}: {key} is {observation[key]} in environment {number}: not a finite number"
+                    f"{self._spec.id}: environment {number} gave no {key} of {size} numbers: {error!r}"
+                ) from None
+            if row.shape != (size,):
+                raise EnvironmentFailedError(
+                    f"{self._spec.id}: {key} has shape {row.shape} in environment {number}, its space says ({size},)"
                 )
+            if not np.isfinite(row).all():
+                raise EnvironmentFailedError(
+                    f"{self._spec.id}: {key} is {observation[key]} in environment {number}: not a finite number in float32"
+                )
+            checked[key] = row
+        return checked
 
     def _failed(self, what: str, number: int) -> EnvironmentFailedError:
         return EnvironmentFailedError(

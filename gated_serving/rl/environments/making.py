@@ -132,11 +132,16 @@ def _import_of_user(module: str, environment_id: str) -> Any:
 def _with_length(environment: Environment, environment_id: str, max_episode_steps: int | None) -> Environment:
     """Truncates as asked for, or as the environment says itself in its spec or in ``max_episode_steps``."""
     known = environment.spec.max_episode_steps if environment.spec is not None else None
-    length = max_episode_steps or known or getattr(environment.unwrapped, "max_episode_steps", None)
+    own = getattr(environment.unwrapped, "max_episode_steps", None)
+    length = next((one for one in (max_episode_steps, known, own) if one is not None), None)
     if length is None:
         raise UnusableEnvironmentError(
             f"{environment_id}: the length of its episodes is not known; give max_episode_steps to it, and to "
             "train-rl as 'environment.kwargs={\"max_episode_steps\": 50}'"
+        )
+    if not isinstance(length, int) or isinstance(length, bool) or length < 1:
+        raise UnusableEnvironmentError(
+            f"{environment_id}: max_episode_steps={length!r}: must be a whole number of at least 1"
         )
     if length == known:
         return environment

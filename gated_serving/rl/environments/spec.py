@@ -102,6 +102,8 @@ def _observation_sizes(space: Space[Any], environment_id: str) -> dict[str, int]
             raise UnusableEnvironmentError(
                 f"{environment_id}: {key} is {part}; it must be a Box of floats with one dimension"
             )
+        if part.shape[0] < 1:
+            raise UnusableEnvironmentError(f"{environment_id}: {key} has no values; it needs at least one")
         sizes[key] = part.shape[0]
     return sizes
 
@@ -112,6 +114,8 @@ def _checked_actions(space: Space[Any], environment_id: str) -> Box:
             f"{environment_id}: its actions are {space}; only continuous ones are learned here: a Box of floats with "
             "one dimension"
         )
+    if space.shape[0] < 1:
+        raise UnusableEnvironmentError(f"{environment_id}: its actions have no values; they need at least one")
     if not (np.isfinite(space.low).all() and np.isfinite(space.high).all() and (space.low < space.high).all()):
         raise UnusableEnvironmentError(
             f"{environment_id}: its actions {space} are not bounded on both sides; wrap it in RescaleAction"
@@ -127,5 +131,7 @@ def _control_period_s(environment: gymnasium.Env[Any, Any]) -> float | None:
         period = getattr(holder, "dt", None)
         if isinstance(period, int | float | np.floating) and 0 < period < math.inf:
             return float(period)
-    frames = unwrapped.metadata.get("render_fps")
-    return 1.0 / frames if frames else None
+    frames = (unwrapped.metadata or {}).get("render_fps")
+    if isinstance(frames, int | float) and 0 < frames < math.inf:
+        return 1.0 / frames
+    return None

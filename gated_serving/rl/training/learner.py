@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from gated_serving.rl.actor_objective import actor_loss, temperature_loss
 from gated_serving.rl.contrastive import contrastive_loss, contrastive_metrics, paired_energy, pairwise_energy
 from gated_serving.rl.environments import GoalEnvironmentSpec
-from gated_serving.rl.networks import ContrastiveCritic, GaussianActor, ResidualTrunk, TrunkShape
+from gated_serving.rl.networks import ContrastiveCritic, GaussianActor, TrunkShape, compile_blocks
 from gated_serving.rl.normalization import InputNormalizer
 from gated_serving.rl.replay import ReplayBatch
 from gated_serving.rl.settings import TrainingRun
@@ -57,7 +57,8 @@ class Learner:
         if self.log_alpha is not None:
             self.optimizers["temperature"] = self._adam([self.log_alpha])
         if run.runtime.compile:
-            compile_blocks(self.actor, self.critic)
+            compile_blocks(self.actor)
+            compile_blocks(self.critic)
 
     @property
     def num_parameters(self) -> dict[str, int]:
@@ -147,16 +148,3 @@ class Learner:
         step = self.run.optimisation
         # Fused: a deep network has thousands of small tensors, and one kernel for all costs less than one for each.
         return torch.optim.Adam(parameters, lr=0.0, betas=(step.adam_beta1, step.adam_beta2), fused=True)
-
-
-def compile_blocks(*networks: nn.Module) -> None:
-    """Compiles the residual blocks of networks, in place.
-
-    Block by block and not whole: all blocks are alike and share one compilation, where a trunk of 1,024 layers would be
-    one graph that takes minutes.
-    """
-    for network in networks:
-        for module in network.modules():
-            if isinstance(module, ResidualTrunk):
-                for block in module.blocks:
-                    block.compile()
