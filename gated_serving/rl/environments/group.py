@@ -228,7 +228,8 @@ class EnvironmentGroup(gymnasium.Env[Array, Array]):
                 )
             if not np.isfinite(row).all():
                 raise EnvironmentFailedError(
-                    f"{self._spec.id}: {key} is {observation[key]} in environment {number}: not a finite number in float32"
+                    f"{self._spec.id}: {key} is {observation[key]} in environment {number}: not a finite number in "
+                    "float32"
                 )
             checked[key] = row
         return checked
