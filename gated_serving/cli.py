@@ -205,8 +205,12 @@ def export_policy(
 
     Exit codes: 0 done; 1 refused or failed; 2 the checkpoint or an option cannot be read; 130 stopped by Ctrl-C.
     """
-    from policy_server.export.command import run_export
-    from policy_server.export.sources import SourceOptions
+    try:
+        from policy_server.export.command import run_export
+        from policy_server.export.sources import SourceOptions
+    except ModuleNotFoundError as error:
+        typer.echo(f"error: {error.name} is not installed: pip install 'gated-serving[train]'", err=True)
+        raise typer.Exit(1) from None
 
     raise typer.Exit(
         run_export(

@@ -16,8 +16,21 @@ from policy_server.export.errors import ExportError
 from policy_server.export.policy import TrainedPolicy
 from policy_server.export.success import EnvironmentUnavailableError, MakeEnvironment, success_rate
 from policy_server.export.verify import draw_noise, draw_observations, error_units, verify
-from policy_server.export.write import check_target, publish, staging_folder
-from policy_server.manifest import MODEL_FILE, Engine, Manifest, Outputs, Parity, Precision, Success, sha256
+from policy_server.export.write import check_target, next_version, publish, staging_folder
+from policy_server.manifest import (
+    MODEL_FILE,
+    ActionSpace,
+    Engine,
+    Manifest,
+    ManifestError,
+    ObservationField,
+    Outputs,
+    Parity,
+    Precision,
+    Success,
+    read_manifest,
+    sha256,
+)
 
 _NUM_CALIBRATION_OBSERVATIONS = 512
 _CALIBRATION_SEED = 2
@@ -89,6 +102,7 @@ def export_policy(
     """
     name = options.name if options.name is not None else _as_name(policy.suggested_name)
     check_target(repository, name, options.version)
+    _check_same_interface(repository / name, policy)
     if options.outputs == Outputs.DISTRIBUTION and policy.distribution is None:
         raise ExportError(
             f"--outputs distribution: {policy.training.algorithm or policy.architecture.name} is deterministic and has "
@@ -165,6 +179,29 @@ def _build_engine(
     session = tensorrt_session.EngineSession(staging / tensorrt_engine.ENGINE_FILE)
     parity = verify(session, policy, outputs=options.outputs, precision=options.precision, tolerance=options.tolerance)
     return record | {"largest_error": parity.largest_error}
+
+
+def _check_same_interface(parent: Path, policy: TrainedPolicy) -> None:
+    """Versions of one name can take each other's place: they read the same fields and give the same kind of action."""
+    highest = next_version(parent) - 1 if parent.is_dir() else 0
+    try:
+        before = read_manifest(parent / str(highest))
+    except ManifestError:
+        return  # there is none, or none that could be served
+    interfaces = [
+        ([_interface(field) for field in one.observation], _interface(one.action)) for one in (before, policy)
+    ]
+    if interfaces[0] != interfaces[1]:
+        (old_fields, old_action), (fields, action) = interfaces
+        raise ExportError(
+            f"{parent / str(highest)} reads {', '.join(old_fields)} and gives {old_action}, this policy reads "
+            f"{', '.join(fields)} and gives {action}: versions of one name must be exchangeable; give another --name"
+        )
+
+
+def _interface(space: ObservationField | ActionSpace) -> str:
+    name = space.name if isinstance(space, ObservationField) else "action"
+    return f"{name} {list(space.shape)} of {space.dtype}"
 
 
 def _as_name(text: str) -> str:

@@ -71,7 +71,8 @@ def _read(source: str, options: SourceOptions) -> TrainedPolicy:
         _refuse(options, _MODULE_OPTIONS | _SB3_OPTIONS | {"config"}, "a checkpoint folder")
         from policy_server.export.residual_actor import read_residual_actor
 
-        return read_residual_actor(path)
+        best = path / "checkpoints" / "best"  # a run's own folder means its best checkpoint
+        return read_residual_actor(best if best.is_dir() else path)
     if path.is_file() and path.suffix == ".zip":
         _refuse(options, _MODULE_OPTIONS | {"config"}, "a Stable-Baselines3 model")
         _require("stable_baselines3", "stable-baselines3", source)

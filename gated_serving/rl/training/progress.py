@@ -11,6 +11,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 logger = logging.getLogger(__name__)
 
+WIDE = 150
+"""Columns from which there is room for everything; below, the losses give way to the bar and the time left."""
+
 
 class ProgressDisplay:
     """Shows environment steps, success and speed.
@@ -28,7 +31,7 @@ class ProgressDisplay:
         if console is not None:
             self._bar = Progress(
                 TextColumn("{task.description:8}"),
-                BarColumn(),
+                BarColumn(bar_width=12 if console.width < WIDE else 40),
                 MofNCompleteColumn(),
                 TextColumn("{task.fields[text]}"),
                 TimeElapsedColumn(),
@@ -51,12 +54,13 @@ class ProgressDisplay:
             values: What was logged; ``training_success``, losses and speeds are shown where they are there.
         """
         parts = [f"success {self._success:.0%}"] if self._success is not None else []
-        if "training_success" in values:
+        is_narrow = self._bar is not None and self._bar.console.width < WIDE
+        if not is_narrow and "training_success" in values:
             parts.append(f"exploring {values['training_success']:.0%}")
-        if "critic_loss" in values:
+        if not is_narrow and "critic_loss" in values:
             parts += [f"critic {values['critic_loss']:.3f}", f"actor {values['actor_loss']:.3f}"]
         parts.append(f"{values['environment_steps_per_s']:.0f} steps/s")
-        if "updates_per_s" in values:
+        if not is_narrow and "updates_per_s" in values:
             parts.append(f"{values['updates_per_s']:.1f} updates/s")
         text = ", ".join(parts)
         if self._bar is not None:

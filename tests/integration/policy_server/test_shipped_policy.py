@@ -57,3 +57,17 @@ def test_exported_file_succeeds_by_onnxruntime_alone():
     ).stdout  # fmt: skip
 
     assert json.loads(output.splitlines()[-1])["num_successes"] >= 95
+
+
+def test_without_onnx_the_command_says_what_to_install():
+    code = "import sys; sys.modules['onnx'] = None; from gated_serving.cli import main; main()"
+
+    result = subprocess.run(
+        [sys.executable, "-c", code, "export-policy", CHECKPOINT, "nowhere"],
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+
+    assert result.returncode == 1
+    assert "onnx is not installed: pip install 'gated-serving[train]'" in result.stderr

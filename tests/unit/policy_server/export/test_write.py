@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from policy_server.export.errors import ExportError
 from policy_server.export.pipeline import ExportOptions, export_policy
 from policy_server.export.policy import TrainedPolicy
 from policy_server.export.residual_actor import read_residual_actor
+from policy_server.export.sources import SourceOptions, read_source
 from policy_server.manifest import read_manifest
 
 
@@ -26,6 +28,19 @@ def test_a_version_is_numbered_after_the_highest_there_is(policy: TrainedPolicy,
     third, manifest = export_policy(policy, repository, ExportOptions())
     assert [first.name, given.name, third.name] == ["1", "12", "13"]
     assert manifest.version == read_manifest(third).version == 13
+
+
+def test_versions_of_one_name_read_and_give_the_same(policy: TrainedPolicy, tmp_path: Path) -> None:
+    export_policy(policy, tmp_path / "policies", ExportOptions(name="arm"))
+    wider = policy.action.model_copy(update={"shape": (policy.action.size + 1,)})
+    with pytest.raises(ExportError, match=r"arm/1 reads .* give another --name"):
+        export_policy(replace(policy, action=wider), tmp_path / "policies", ExportOptions(name="arm"))
+    assert [entry.name for entry in (tmp_path / "policies" / "arm").iterdir()] == ["1"]
+
+
+def test_a_run_s_own_folder_means_its_best_checkpoint(tmp_path: Path) -> None:
+    make_policy_checkpoint(tmp_path / "run" / "checkpoints" / "best")
+    assert read_source(str(tmp_path / "run"), SourceOptions()).architecture.name == "residual_gaussian"
 
 
 def test_a_version_is_never_overwritten(policy: TrainedPolicy, tmp_path: Path) -> None:
