@@ -1,0 +1,402 @@
+"""Gathers requests into batches for one engine: queue, deadlines, shedding. Knows no HTTP.
+
+What gathers while the engine is busy is the next batch. Everything but the engine's run happens on the event loop's
+thread, without a task or a future a request: a request is one entry in a queue, and its answer one call.
+
+Legend: B batch.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from policy_server.engines.base import Array, Engine, EngineError
+from policy_server.errors import (
+    DeadlineExceededError,
+    EngineFailedError,
+    NonFiniteActionError,
+    NotReadyError,
+    PolicyServerError,
+    QueueFullError,
+)
+from policy_server.settings import BatchingSettings
+
+logger = logging.getLogger(__name__)
+
+_PACE_WEIGHT = 0.2  # of the newest batch in the moving average of rows a second
+_LONGEST_RETRY_S = 60.0
+
+
+@dataclass(slots=True)
+class RowsDone:
+    """A request's share of a batch.
+
+    Attributes:
+        outputs: The engine's outputs, each [n, ...] with the n rows of the request.
+        queued_s: How long it waited for the engine.
+        inference_s: How long its batch ran.
+        batch_rows: Rows of the whole batch.
+    """
+
+    outputs: dict[str, Array]
+    queued_s: float
+    inference_s: float
+    batch_rows: int
+
+
+OnDone = Callable[[RowsDone | PolicyServerError], None]
+
+
+@dataclass(slots=True)
+class BatchRecord:
+    """What one run of the engine was, for the metrics.
+
+    Attributes:
+        rows: Rows that ran.
+        queued_s: How long each of its requests waited, seconds.
+        inference_s: How long the engine ran, seconds; 0 when it did not.
+        queue_rows: Rows that wait behind it.
+        num_late: Requests that were shed since the record before, as their deadline had passed.
+        num_failed: Requests of the batch that got an error.
+    """
+
+    rows: int
+    queued_s: list[float]
+    inference_s: float
+    queue_rows: int
+    num_late: int
+    num_failed: int
+
+
+@dataclass(slots=True)
+class _Request:
+    inputs: Mapping[str, Array]
+    rows: int
+    deadline: float
+    arrived: float
+    on_done: OnDone
+
+
+@dataclass(slots=True)
+class _Outcome:
+    """What the engine's thread hands back: outputs for the whole batch, or an answer each when that failed."""
+
+    outputs: dict[str, Array] | None
+    single: list[dict[str, Array] | PolicyServerError]
+    inference_s: float
+
+
+class Batcher:
+    """One engine and the queue before it. Made and used on one event loop.
+
+    Args:
+        engine: What runs; the batcher closes it.
+        settings: Sizes, delays and deadlines.
+        observe: Called once a batch, on the loop.
+        run_inline: Run the engine on the event loop's own thread. Right when a full batch takes less than handing it
+            to a thread and back; the loop stands still meanwhile.
+        required: The output whose values have to be finite.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        settings: BatchingSettings,
+        *,
+        observe: Callable[[BatchRecord], None],
+        run_inline: bool = False,
+        required: str = "action",
+    ) -> None:
+        self._engine = engine
+        self._settings = settings
+        self._observe = observe
+        self._inline = run_inline
+        self._required = required
+        self._loop = asyncio.get_running_loop()
+        self._queue: deque[_Request] = deque()
+        self._queued_rows = 0
+        self._busy = False
+        self._start_scheduled = False
+        self._delay: asyncio.TimerHandle | None = None
+        self._closed = False
+        self._rows_per_s = 0.0
+        self._num_late = 0
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._work: queue.SimpleQueue[list[_Request] | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        if not run_inline:
+            self._thread = threading.Thread(target=self._serve_thread, name="policy-engine", daemon=True)
+            self._thread.start()
+
+    @property
+    def queued_rows(self) -> int:
+        """Rows that wait; those that run are not counted."""
+        return self._queued_rows
+
+    @property
+    def runs_inline(self) -> bool:
+        """Whether the engine runs on the event loop's thread."""
+        return self._inline
+
+    def submit(self, inputs: Mapping[str, Array], rows: int, *, deadline: float | None, on_done: OnDone) -> None:
+        """Queues a request. Called on the loop's thread; ``on_done`` is called there once, later.
+
+        Args:
+            inputs: Every input of the engine, each [rows, ...].
+            rows: Rows of the request; more than a batch takes are run in several batches.
+            deadline: When it is too late to begin, by ``time.monotonic()``; None for the settings' own.
+            on_done: Gets the rows, or the error.
+
+        Raises:
+            QueueFullError: As many rows as allowed are waiting.
+            NotReadyError: The batcher is closed.
+        """
+        if self._closed:
+            raise NotReadyError("the policy was just taken out of service; try again", retry_after_s=1.0)
+        if self._queued_rows and self._queued_rows + rows > self._settings.max_queue:
+            raise QueueFullError(
+                f"{self._queued_rows} rows wait already, {self._settings.max_queue} are allowed; try again later",
+                retry_after_s=self._seconds_to_clear(),
+            )
+        now = time.monotonic()
+        if deadline is None:
+            deadline_ms = self._settings.deadline_ms
+            deadline = math.inf if deadline_ms is None else now + deadline_ms / 1e3
+        self._queue.append(_Request(inputs, rows, deadline, now, on_done))
+        self._queued_rows += rows
+        if not self._busy:
+            self._idle.clear()
+            self._schedule_start()
+
+    async def infer(self, inputs: Mapping[str, Array], rows: int, *, deadline: float | None = None) -> RowsDone:
+        """``submit`` for callers who can wait.
+
+        Raises:
+            PolicyServerError: As ``submit``, or what became of the request.
+        """
+        future: asyncio.Future[RowsDone] = self._loop.create_future()
+
+        def settle(result: RowsDone | PolicyServerError) -> None:
+            if future.done():  # the caller was cancelled
+                return
+            if isinstance(result, PolicyServerError):
+                future.set_exception(result)
+            else:
+                future.set_result(result)
+
+        self.submit(inputs, rows, deadline=deadline, on_done=settle)
+        return await future
+
+    async def drain(self) -> None:
+        """Waits until nothing waits and nothing runs."""
+        await self._idle.wait()
+
+    async def close(self) -> None:
+        """Fails what still waits, lets the run under way finish, and closes the engine."""
+        if self._closed:
+            return
+        self._closed = True
+        self._cancel_delay()
+        waiting, self._queue = self._queue, deque()
+        self._queued_rows = 0
+        for request in waiting:
+            self._answer(request, NotReadyError("the policy was just taken out of service; try again", retry_after_s=1))
+        if not self._busy:
+            self._idle.set()
+        await self._idle.wait()
+        if self._thread is not None:
+            self._work.put(None)
+            await asyncio.to_thread(self._thread.join)
+        self._engine.close()
+
+    # On the loop's thread.
+
+    def _schedule_start(self) -> None:
+        # call_soon and not at once: what else the loop has read in this turn shall come along.
+        if not self._start_scheduled:
+            self._start_scheduled = True
+            self._loop.call_soon(self._start)
+
+    def _start(self) -> None:
+        self._start_scheduled = False
+        if self._busy or self._closed:
+            return
+        if self._waits_for_more():
+            return
+        self._cancel_delay()
+        batch = self._take_batch()
+        if not batch:
+            self._idle.set()
+            return
+        self._busy = True
+        if self._inline:
+            self._finish(batch, self._execute(batch))
+        else:
+            self._work.put(batch)
+
+    def _waits_for_more(self) -> bool:
+        delay_s = self._settings.max_delay_ms / 1e3
+        if not delay_s or not self._queue or self._queued_rows >= self._settings.max_batch:
+            return False
+        left_s = self._queue[0].arrived + delay_s - time.monotonic()
+        if left_s <= 0:
+            return False
+        if self._delay is None:
+            self._delay = self._loop.call_later(left_s, self._delay_over)
+        return True
+
+    def _delay_over(self) -> None:
+        self._delay = None
+        self._schedule_start()
+
+    def _cancel_delay(self) -> None:
+        if self._delay is not None:
+            self._delay.cancel()
+            self._delay = None
+
+    def _take_batch(self) -> list[_Request]:
+        """First come, first served; the late are answered here, before they cost compute."""
+        batch: list[_Request] = []
+        rows, now, waiting = 0, time.monotonic(), self._queue
+        while waiting:
+            request = waiting[0]
+            late = request.deadline <= now
+            if not late and rows and rows + request.rows > self._settings.max_batch:
+                break
+            waiting.popleft()
+            self._queued_rows -= request.rows
+            if late:
+                self._num_late += 1
+                waited_ms = 1e3 * (now - request.arrived)
+                self._answer(request, DeadlineExceededError(f"it waited {waited_ms:.0f} ms, past its deadline"))
+            else:
+                batch.append(request)
+                rows += request.rows
+        if not batch and self._num_late:
+            self._record([], _Outcome(None, [], 0.0), now, num_failed=0)
+        return batch
+
+    def _finish(self, batch: list[_Request], outcome: _Outcome) -> None:
+        started = time.monotonic() - outcome.inference_s
+        self._busy = False
+        if self._queue:  # before the answers, so that the engine does not wait for them
+            self._start() if not self._inline else self._schedule_start()
+        num_failed = self._answer_all(batch, outcome, started)
+        self._record(batch, outcome, started, num_failed=num_failed)
+        if not self._busy and not self._queue:
+            self._idle.set()
+
+    def _answer_all(self, batch: list[_Request], outcome: _Outcome, started: float) -> int:
+        rows, num_failed, first = sum(request.rows for request in batch), 0, 0
+        finite = outcome.outputs is not None and _is_finite(outcome.outputs[self._required])
+        for index, request in enumerate(batch):
+            last = first + request.rows
+            if outcome.outputs is None:
+                outputs = outcome.single[index]
+            else:
+                outputs = {name: values[first:last] for name, values in outcome.outputs.items()}
+            first = last
+            if not isinstance(outputs, PolicyServerError) and not finite and not _is_finite(outputs[self._required]):
+                outputs = NonFiniteActionError(
+                    "the policy's action for this observation is not finite; the observation is outside of what the "
+                    "policy was trained on, or the policy is broken"
+                )
+            if isinstance(outputs, PolicyServerError):
+                num_failed += 1
+                self._answer(request, outputs)
+            else:
+                queued_s = max(started - request.arrived, 0.0)
+                self._answer(request, RowsDone(outputs, queued_s, outcome.inference_s, rows))
+        return num_failed
+
+    def _answer(self, request: _Request, result: RowsDone | PolicyServerError) -> None:
+        try:
+            request.on_done(result)
+        except Exception:  # one client's fault must not keep the others from their answers
+            logger.exception("an answer could not be delivered")
+
+    def _record(self, batch: list[_Request], outcome: _Outcome, started: float, *, num_failed: int) -> None:
+        rows = sum(request.rows for request in batch)
+        if outcome.inference_s > 0:
+            pace = rows / outcome.inference_s
+            self._rows_per_s = pace if not self._rows_per_s else self._rows_per_s + _PACE_WEIGHT * (pace - self._rows_per_s)
+        late, self._num_late = self._num_late, 0
+        self._observe(
+            BatchRecord(
+                rows=rows,
+                queued_s=[max(started - request.arrived, 0.0) for request in batch],
+                inference_s=outcome.inference_s,
+                queue_rows=self._queued_rows,
+                num_late=late,
+                num_failed=num_failed,
+            )
+        )
+
+    def _seconds_to_clear(self) -> float:
+        if not self._rows_per_s:
+            return 1.0
+        return min(max(self._queued_rows / self._rows_per_s, 0.01), _LONGEST_RETRY_S)
+
+    # On the engine's thread, or inline.
+
+    def _serve_thread(self) -> None:
+        while (batch := self._work.get()) is not None:
+            outcome = self._execute(batch)
+            self._loop.call_soon_threadsafe(self._finish, batch, outcome)
+
+    def _execute(self, batch: list[_Request]) -> _Outcome:
+        started = time.perf_counter()
+        try:
+            outputs = self._run(batch)
+            return _Outcome(outputs, [], time.perf_counter() - started)
+        except Exception as error:  # whatever the engine raises, the loop has to hear of it
+            if len(batch) == 1:
+                return _Outcome(None, [_failed(error)], time.perf_counter() - started)
+        single: list[dict[str, Array] | PolicyServerError] = []
+        for request in batch:  # one request's row may be what it stumbles over; the others get their actions
+            try:
+                single.append(self._run([request]))
+            except Exception as error:
+                single.append(_failed(error))
+        return _Outcome(None, single, time.perf_counter() - started)
+
+    def _run(self, batch: Sequence[_Request]) -> dict[str, Array]:
+        if len(batch) == 1:
+            inputs, rows = batch[0].inputs, batch[0].rows
+        else:
+            rows = sum(request.rows for request in batch)
+            inputs = {name: np.concatenate([request.inputs[name] for request in batch]) for name in batch[0].inputs}
+        limit = min(self._engine.max_batch, self._settings.max_batch)
+        if rows <= limit:
+            outputs = self._engine.run(inputs)
+        else:
+            parts = [
+                self._engine.run({name: values[first : first + limit] for name, values in inputs.items()})
+                for first in range(0, rows, limit)
+            ]
+            outputs = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+        for name, values in outputs.items():
+            if values.shape[:1] != (rows,):
+                raise EngineError(f"the model's output {name} has the shape {values.shape} for {rows} rows")
+        return outputs
+
+
+def _is_finite(values: Array) -> bool:
+    return values.dtype.kind in "iub" or bool(np.isfinite(values).all())
+
+
+def _failed(error: Exception) -> PolicyServerError:
+    if not isinstance(error, EngineError):
+        logger.error("the engine failed", exc_info=error)
+    return EngineFailedError(f"the engine could not run this observation: {error}")
