@@ -1,0 +1,225 @@
+"""Observations as clients send them, checked against the manifest and turned into the graph's inputs.
+
+Every protocol ends here: nested lists from JSON, arrays from binary tensors and msgpack.
+
+Legend: n rows of a request.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from itertools import chain
+from typing import Any, cast
+
+import numpy as np
+
+from policy_server.engines.base import Array
+from policy_server.errors import InvalidRequestError, PayloadTooLargeError
+from policy_server.manifest import Manifest, ObservationField
+
+_NUMBERS = frozenset({int, float})
+_INTEGERS = frozenset({int})
+_SHOWN = 40
+
+
+class ObservationParser:
+    """Turns one policy's observations into arrays; knows its fields, and how many rows a request may have.
+
+    Args:
+        manifest: Names, shapes, types and bounds.
+        max_rows: Rows of one request.
+    """
+
+    def __init__(self, manifest: Manifest, *, max_rows: int) -> None:
+        self._fields = {field.name: field for field in manifest.observation}
+        self._order = tuple(self._fields)
+        self._sizes = [field.size for field in manifest.observation]
+        self._total = sum(self._sizes)
+        self._max_rows = max_rows
+        only = manifest.observation[0] if len(manifest.observation) == 1 else None
+        self._only = only
+
+    def from_json(self, value: Any) -> tuple[dict[str, Array], int, bool]:
+        """An observation, or a batch of them, as JSON has it: named fields, or one flat vector in their order.
+
+        Returns:
+            The fields as arrays [n, *shape]; n; whether it came as a batch.
+
+        Raises:
+            InvalidRequestError: A field is missing, unknown, of the wrong shape or type, or not finite.
+            PayloadTooLargeError: More rows than are allowed.
+        """
+        if isinstance(value, dict):
+            return self._named(cast("dict[str, Any]", value))
+        if self._only is not None:
+            array, rows, batched = self._field(self._only, value, "observation")
+            return {self._only.name: array}, rows, batched
+        return self._flat(value)
+
+    def from_arrays(self, arrays: Mapping[str, Array]) -> tuple[dict[str, Array], int, bool]:
+        """An observation as named arrays, each ``shape`` or [n, *shape]; numbers of any width are converted.
+
+        Returns:
+            As ``from_json``.
+
+        Raises:
+            InvalidRequestError: As ``from_json``.
+            PayloadTooLargeError: More rows than are allowed.
+        """
+        self._check_names(arrays)
+        return self._joined([(name, self._array(self._fields[name], arrays[name], _of(name))) for name in self._order])
+
+    def _named(self, value: dict[str, Any]) -> tuple[dict[str, Array], int, bool]:
+        self._check_names(value)
+        return self._joined([(name, self._field(self._fields[name], value[name], _of(name))) for name in self._order])
+
+    def _check_names(self, names: Iterable[str]) -> None:
+        if self._fields.keys() == (given := set(names)):
+            return
+        expected = ", ".join(self._order)
+        for name in self._order:
+            if name not in given:
+                raise InvalidRequestError(f"{_of(name)}: is missing; the fields are {expected}", field=_of(name))
+        unknown = min(given - self._fields.keys(), key=repr)
+        raise InvalidRequestError(
+            f"{_of(_short(unknown))}: the policy has no such field; the fields are {expected}", field=_of(_short(unknown))
+        )
+
+    def _joined(self, parts: list[tuple[str, tuple[Array, int, bool]]]) -> tuple[dict[str, Array], int, bool]:
+        first, (_, rows, batched) = parts[0]
+        for name, (_, other_rows, other_batched) in parts[1:]:
+            if (other_rows, other_batched) != (rows, batched):
+                raise InvalidRequestError(
+                    f"{_of(name)}: {_counted(other_rows, other_batched)}, but {_of(first)} {_counted(rows, batched)}",
+                    field=_of(name),
+                )
+        return {name: array for name, (array, _, _) in parts}, rows, batched
+
+    def _flat(self, value: Any) -> tuple[dict[str, Array], int, bool]:
+        vector = ObservationField(name="vector", shape=(self._total,))
+        array, rows, batched = self._field(vector, value, "observation")
+        fields: dict[str, Array] = {}
+        first = 0
+        for field, size in zip(self._fields.values(), self._sizes, strict=True):
+            part = np.ascontiguousarray(array[:, first : first + size]).reshape(rows, *field.shape)
+            fields[field.name] = self._array(field, part, _of(field.name))[0] if field.dtype == "int64" else part
+            first += size
+        return fields, rows, batched
+
+    def _field(self, field: ObservationField, value: Any, path: str) -> tuple[Array, int, bool]:
+        """One field out of JSON."""
+        depth = _depth(value)
+        num_dimensions = len(field.shape)
+        if depth not in (num_dimensions, num_dimensions + 1):
+            raise InvalidRequestError(
+                f"{path}: nested {depth} deep, a value of the shape {list(field.shape)} is {num_dimensions} deep, "
+                f"and a batch {num_dimensions + 1}",
+                field=path,
+            )
+        if depth > num_dimensions and len(value) > self._max_rows:
+            raise self._too_many(len(value), path)
+        allowed = _INTEGERS if field.dtype == "int64" else _NUMBERS
+        types = _types(value, depth)
+        if not types <= allowed:
+            wrong = ", ".join(sorted(_json_name(kind) for kind in types - allowed))
+            wanted = "integers" if field.dtype == "int64" else "numbers"
+            raise InvalidRequestError(f"{path}: holds {wrong}, only {wanted} are allowed", field=path)
+        try:
+            array = np.array(value, field.dtype)
+        except (ValueError, TypeError):
+            raise InvalidRequestError(f"{path}: its rows are not equally long", field=path) from None
+        except OverflowError:
+            raise InvalidRequestError(f"{path}: holds a number beyond {field.dtype}", field=path) from None
+        return self._shaped(field, array, path)
+
+    def _array(self, field: ObservationField, value: Array, path: str) -> tuple[Array, int, bool]:
+        """One field as an array of any numeric type."""
+        kinds = "iu" if field.dtype == "int64" else "iuf"
+        if value.dtype.kind == "f" and field.dtype == "int64" and np.all(value == np.floor(value)) and np.all(np.abs(value) < 2**53):
+            value = value.astype(np.int64)
+        if value.dtype.kind not in kinds:
+            raise InvalidRequestError(f"{path}: is {value.dtype}, {field.dtype} is expected", field=path)
+        with np.errstate(over="ignore"):
+            array = np.ascontiguousarray(value, field.dtype)
+        if field.dtype == "int64" and value.dtype.kind == "u" and value.size and int(value.max()) > np.iinfo(np.int64).max:
+            raise InvalidRequestError(f"{path}: holds a number beyond int64", field=path)
+        return self._shaped(field, array, path)
+
+    def _shaped(self, field: ObservationField, array: Array, path: str) -> tuple[Array, int, bool]:
+        shape = array.shape
+        batched = shape != field.shape
+        if batched:
+            if shape[1:] != field.shape or not shape:
+                raise InvalidRequestError(
+                    f"{path}: has the shape {list(shape)}, {list(field.shape)} is expected, or {['n', *field.shape]} for "
+                    "a batch",
+                    field=path,
+                )
+            if shape[0] == 0:
+                raise InvalidRequestError(f"{path}: an empty batch; send at least one observation", field=path)
+            if shape[0] > self._max_rows:
+                raise self._too_many(shape[0], path)
+        else:
+            array = array.reshape(1, *shape)
+        if field.dtype == "float32":
+            total = float(array.sum())
+            # A sum is finite when its terms are, but for an overflow; so one number tells nearly always.
+            if total - total != 0.0 and not np.isfinite(array).all():
+                row = int(np.argmax(~np.isfinite(array).reshape(len(array), -1).all(axis=1)))
+                where = f" in row {row}" if batched else ""
+                raise InvalidRequestError(
+                    f"{path}: holds NaN, infinity or a number beyond float32{where}; observations have to be finite",
+                    field=path,
+                )
+        return array, len(array), batched
+
+    def _too_many(self, rows: int, path: str) -> PayloadTooLargeError:
+        return PayloadTooLargeError(
+            f"{path}: {rows} observations in one request, at most {self._max_rows} are allowed (max_rows); send several",
+            field=path,
+        )
+
+
+def observation_size(fields: Iterable[ObservationField]) -> int:
+    """Values of one observation, all fields together."""
+    return sum(math.prod(field.shape) for field in fields)
+
+
+def _of(name: str) -> str:
+    return f"observation.{name}"
+
+
+def _short(name: object) -> str:
+    text = str(name)
+    return text if len(text) <= _SHOWN else text[: _SHOWN - 3] + "..."
+
+
+def _counted(rows: int, batched: bool) -> str:
+    return f"is a batch of {rows}" if batched else "is a single observation"
+
+
+def _depth(value: Any) -> int:
+    depth = 0
+    while isinstance(value, list) and value:
+        depth += 1
+        value = cast("list[Any]", value)[0]
+    return depth + 1 if isinstance(value, list) else depth
+
+
+def _types(value: Any, depth: int) -> set[type]:
+    """Types of the numbers, ``depth`` lists down; a list of other depth shows as ``list`` or as what it holds."""
+    if depth == 0:
+        return {type(value)}
+    flat: Any = value
+    for _ in range(depth - 1):
+        try:
+            flat = list(chain.from_iterable(flat))
+        except TypeError:
+            return {list}
+    return set(map(type, flat))
+
+
+def _json_name(kind: type) -> str:
+    names = {str: "strings", bool: "booleans", type(None): "null", list: "lists of other depth", dict: "objects", float: "fractions"}
+    return names.get(kind, kind.__name__)
