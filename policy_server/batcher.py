@@ -330,7 +330,9 @@ class Batcher:
         rows = sum(request.rows for request in batch)
         if outcome.inference_s > 0:
             pace = rows / outcome.inference_s
-            self._rows_per_s = pace if not self._rows_per_s else self._rows_per_s + _PACE_WEIGHT * (pace - self._rows_per_s)
+            self._rows_per_s = (
+                pace if not self._rows_per_s else self._rows_per_s + _PACE_WEIGHT * (pace - self._rows_per_s)
+            )
         late, self._num_late = self._num_late, 0
         self._observe(
             BatchRecord(

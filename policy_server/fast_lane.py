@@ -160,7 +160,9 @@ class FastLaneProtocol(HttpToolsProtocol):
         head = self.heads.get(block, _UNSEEN)
         if head is _UNSEEN:
             head = read_head(block, self.keys, self.max_body_bytes)
-            if head is None or head.request_id is None:  # a new id a request would fill the table with what never returns
+            if (
+                head is None or head.request_id is None
+            ):  # a new id a request would fill the table with what never returns
                 if len(self.heads) >= _MAX_CACHED_HEADS:
                     self.heads.clear()
                 self.heads[block] = head
@@ -180,7 +182,9 @@ class FastLaneProtocol(HttpToolsProtocol):
             served = self.host.find(head.name, head.version, session_id or head.session_id)
             version = served.version
             request = parse_act(content, served.observations, timeout_ms=head.timeout_ms)
-            served.act(request, lambda result: self._done(result, served, request.batched, started, request_id, head.close))
+            served.act(
+                request, lambda result: self._done(result, served, request.batched, started, request_id, head.close)
+            )
         except PolicyServerError as error:
             self._fail(error, policy, version, started, request_id, head.close)
         except Exception:
@@ -216,7 +220,8 @@ class FastLaneProtocol(HttpToolsProtocol):
         body = encode_json(error.body(request_id))
         lines = [
             STATUS_LINE[error.status],
-            b"content-type: application/json\r\ncontent-length: %d\r\nx-request-id: %b\r\n" % (len(body), request_id.encode()),
+            b"content-type: application/json\r\ncontent-length: %d\r\nx-request-id: %b\r\n"
+            % (len(body), request_id.encode()),
             *(b"%b: %b\r\n" % (name.encode(), value.encode()) for name, value in error_headers(error).items()),
             b"connection: close\r\n" if close or self._closing else b"",
             b"\r\n",
@@ -352,7 +357,9 @@ def read_lane_headers(get: Callable[[str], str | None]) -> tuple[str | None, flo
     try:
         number = float(text)
     except ValueError:
-        raise InvalidRequestError(f"{TIMEOUT_HEADER}: {text!r}, a number of milliseconds is expected", field=TIMEOUT_HEADER) from None
+        raise InvalidRequestError(
+            f"{TIMEOUT_HEADER}: {text!r}, a number of milliseconds is expected", field=TIMEOUT_HEADER
+        ) from None
     return session_id, check_timeout_ms(number, field=TIMEOUT_HEADER)
 
 

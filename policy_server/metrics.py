@@ -144,13 +144,12 @@ class Metrics:
         meters.requests[key] = meters.requests.get(key, 0) + 1
 
     def fold(self) -> None:
-        """Counts what has gathered; called a few times a second and before a scrape."""
+        """Counts what has gathered, on the event loop's thread; called a few times a second and before a scrape."""
         for meters in self._meters.values():
             meters.fold()
 
     def sums(self) -> dict[tuple[str, int], Counters]:
-        """Counters by policy and version, summed over the workers."""
-        self.fold()
+        """Counters by policy and version, summed over the workers, as they were when each of them last folded."""
         if self._folder is None:
             return {key: meters.counters.copy() for key, meters in self._meters.items()}
         found: dict[tuple[str, int], Counters] = {}
@@ -216,9 +215,7 @@ class _Collector:
             labels=[*labels, "stage"],
         )
         batches = HistogramMetricFamily("policy_batch_rows", "Observations of one run of the engine.", labels=labels)
-        requests = CounterMetricFamily(
-            "policy_requests", "Answered requests.", labels=[*labels, "protocol", "status"]
-        )
+        requests = CounterMetricFamily("policy_requests", "Answered requests.", labels=[*labels, "protocol", "status"])
         sheds = CounterMetricFamily(
             "policy_requests_shed", "Requests that cost no compute, by reason.", labels=[*labels, "reason"]
         )

@@ -83,7 +83,8 @@ class ObservationParser:
                 raise InvalidRequestError(f"{_of(name)}: is missing; the fields are {expected}", field=_of(name))
         unknown = min(given - self._fields.keys(), key=repr)
         raise InvalidRequestError(
-            f"{_of(_short(unknown))}: the policy has no such field; the fields are {expected}", field=_of(_short(unknown))
+            f"{_of(_short(unknown))}: the policy has no such field; the fields are {expected}",
+            field=_of(_short(unknown)),
         )
 
     def _joined(self, parts: list[tuple[str, tuple[Array, int, bool]]]) -> tuple[dict[str, Array], int, bool]:
@@ -136,13 +137,23 @@ class ObservationParser:
     def _array(self, field: ObservationField, value: Array, path: str) -> tuple[Array, int, bool]:
         """One field as an array of any numeric type."""
         kinds = "iu" if field.dtype == "int64" else "iuf"
-        if value.dtype.kind == "f" and field.dtype == "int64" and np.all(value == np.floor(value)) and np.all(np.abs(value) < 2**53):
+        if (
+            value.dtype.kind == "f"
+            and field.dtype == "int64"
+            and np.all(value == np.floor(value))
+            and np.all(np.abs(value) < 2**53)
+        ):
             value = value.astype(np.int64)
         if value.dtype.kind not in kinds:
             raise InvalidRequestError(f"{path}: is {value.dtype}, {field.dtype} is expected", field=path)
         with np.errstate(over="ignore"):
             array = np.ascontiguousarray(value, field.dtype)
-        if field.dtype == "int64" and value.dtype.kind == "u" and value.size and int(value.max()) > np.iinfo(np.int64).max:
+        if (
+            field.dtype == "int64"
+            and value.dtype.kind == "u"
+            and value.size
+            and int(value.max()) > np.iinfo(np.int64).max
+        ):
             raise InvalidRequestError(f"{path}: holds a number beyond int64", field=path)
         return self._shaped(field, array, path)
 
@@ -221,5 +232,12 @@ def _types(value: Any, depth: int) -> set[type]:
 
 
 def _json_name(kind: type) -> str:
-    names = {str: "strings", bool: "booleans", type(None): "null", list: "lists of other depth", dict: "objects", float: "fractions"}
+    names = {
+        str: "strings",
+        bool: "booleans",
+        type(None): "null",
+        list: "lists of other depth",
+        dict: "objects",
+        float: "fractions",
+    }
     return names.get(kind, kind.__name__)

@@ -7,7 +7,6 @@ file; what the graph takes and gives has to be what the manifest says; and warmi
 from __future__ import annotations
 
 import hashlib
-import logging
 import threading
 import time
 from collections.abc import Callable
@@ -24,20 +23,14 @@ from policy_server.manifest import (
     MODEL_FILE,
     Manifest,
     ManifestError,
-    is_policy_name,
     read_manifest,
 )
+from policy_server.repository_scan import LoadError
 from policy_server.served import ACTION, NOISE
-from policy_server.settings import OVERRIDES_FILE, BatchingSettings, EngineSettings, ServerSettings, read_overrides
-
-logger = logging.getLogger(__name__)
+from policy_server.settings import BatchingSettings, EngineSettings, ServerSettings, read_overrides
 
 MAX_MANIFEST_BYTES = 4 << 20
 _WARM_RUNS = 3
-
-
-class LoadError(Exception):
-    """A version cannot be served; the message names file and field and says what to do."""
 
 
 @dataclass(frozen=True)
@@ -50,49 +43,6 @@ class LoadedVersion:
     engine_settings: EngineSettings
     batch_s: float
     load_s: float
-
-
-def scan(repository: Path) -> dict[str, dict[int, Path]]:
-    """Every version folder by name and number; other names, and what begins with a dot, are left out.
-
-    Raises:
-        LoadError: The repository cannot be read.
-    """
-    found: dict[str, dict[int, Path]] = {}
-    try:
-        names = [path for path in repository.iterdir() if is_policy_name(path.name) and path.is_dir()]
-    except OSError as error:
-        raise LoadError(f"{repository}: cannot be read ({error.strerror})") from error
-    for path in sorted(names):
-        try:
-            entries = list(path.iterdir())
-        except OSError as error:
-            logger.warning("%s: cannot be read (%s)", path, error.strerror)
-            continue
-        versions = {int(entry.name): entry for entry in entries if is_version(entry.name) and entry.is_dir()}
-        if versions:
-            found[path.name] = dict(sorted(versions.items()))
-    return found
-
-
-def is_version(text: str) -> bool:
-    """Whether a folder's name is a version: a whole number from 1, written plainly."""
-    return text.isascii() and text.isdecimal() and not text.startswith("0") and len(text) <= 18
-
-
-def fingerprint(folder: Path) -> tuple[tuple[str, int, int], ...]:
-    """Names, sizes and times of a version's files and of its policy's settings; changes when they do."""
-    entries: list[tuple[str, int, int]] = []
-    try:
-        for path in [*folder.iterdir(), folder.parent / OVERRIDES_FILE]:
-            try:
-                status = path.stat()
-            except OSError:
-                continue
-            entries.append((path.name, status.st_size, status.st_mtime_ns))
-    except OSError:
-        return ()
-    return tuple(sorted(entries))
 
 
 def load_version(folder: Path, settings: ServerSettings) -> LoadedVersion:
@@ -182,7 +132,7 @@ def check_interface(engine: Engine, manifest: Manifest) -> None:
         expected_inputs[NOISE] = ("float32", (manifest.distribution.noise_size,))
         num_choices = sum(manifest.action.num_choices or ())
         size = num_choices if manifest.distribution.kind == "categorical" else manifest.action.size
-        expected_outputs |= {name: ("float32", (size,)) for name in manifest.distribution.parameters}
+        expected_outputs |= dict.fromkeys(manifest.distribution.parameters, ("float32", (size,)))
     _compare("input", {tensor.name: tensor for tensor in engine.inputs}, expected_inputs)
     _compare("output", {tensor.name: tensor for tensor in engine.outputs}, expected_outputs)
 

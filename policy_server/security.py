@@ -68,7 +68,9 @@ def is_open(path: str) -> bool:
 def too_large(num_bytes: int | None, limit: int) -> PayloadTooLargeError:
     """The error for a body above the limit."""
     size = "the body is" if num_bytes is None else f"the body has {num_bytes} bytes,"
-    return PayloadTooLargeError(f"{size} above the limit of {limit} (max_body_bytes); send smaller batches", field="body")
+    return PayloadTooLargeError(
+        f"{size} above the limit of {limit} (max_body_bytes); send smaller batches", field="body"
+    )
 
 
 def _digest(key: str) -> bytes:

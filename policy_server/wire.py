@@ -74,7 +74,9 @@ def check_session_id(value: object, *, field: str = "session_id") -> str | None:
     return value
 
 
-def parse_act(content: dict[str, Any], observations: ObservationParser, *, timeout_ms: float | None = None) -> ActRequest:
+def parse_act(
+    content: dict[str, Any], observations: ObservationParser, *, timeout_ms: float | None = None
+) -> ActRequest:
     """Checks what ``decode_act`` read against the policy that shall act.
 
     Args:
@@ -91,7 +93,9 @@ def parse_act(content: dict[str, Any], observations: ObservationParser, *, timeo
         return ActRequest(arrays, rows, batched)
     deterministic = content.get("deterministic", True)
     if not isinstance(deterministic, bool):
-        raise InvalidRequestError(f"deterministic: {_shown(deterministic)}, true or false is expected", field="deterministic")
+        raise InvalidRequestError(
+            f"deterministic: {_shown(deterministic)}, true or false is expected", field="deterministic"
+        )
     own_timeout = content.get("timeout_ms")
     return ActRequest(
         arrays,
@@ -113,7 +117,9 @@ def check_seed(value: object) -> int | None:
     if value is None:
         return None
     if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= MAX_SEED:
-        raise InvalidRequestError(f"seed: {_shown(value)}, a whole number from 0 to {MAX_SEED} is expected", field="seed")
+        raise InvalidRequestError(
+            f"seed: {_shown(value)}, a whole number from 0 to {MAX_SEED} is expected", field="seed"
+        )
     return value
 
 
@@ -146,13 +152,16 @@ def encode_act(done: RowsDone, version: int, *, batched: bool, total_s: float) -
         total_s: From the request's last byte to now.
     """
     action = done.outputs[ACTION]
-    return b'{"action":%b,"version":%d,"timing":{"queue_ms":%.3f,"inference_ms":%.3f,"total_ms":%.3f,"batch_rows":%d}}' % (
-        encode_array(action if batched else action[0]),
-        version,
-        done.queued_s * 1e3,
-        done.inference_s * 1e3,
-        total_s * 1e3,
-        done.batch_rows,
+    return (
+        b'{"action":%b,"version":%d,"timing":{"queue_ms":%.3f,"inference_ms":%.3f,"total_ms":%.3f,"batch_rows":%d}}'
+        % (
+            encode_array(action if batched else action[0]),
+            version,
+            done.queued_s * 1e3,
+            done.inference_s * 1e3,
+            total_s * 1e3,
+            done.batch_rows,
+        )
     )
 
 
@@ -160,7 +169,9 @@ def encode_array(values: Array) -> bytes:
     """Numbers as nested JSON lists, with the digits that their own type needs; a zero-dimensional one as a number."""
     if values.ndim == 0:
         return orjson.dumps(values.item())
-    return orjson.dumps(values if values.flags.c_contiguous else np.ascontiguousarray(values), option=orjson.OPT_SERIALIZE_NUMPY)
+    return orjson.dumps(
+        values if values.flags.c_contiguous else np.ascontiguousarray(values), option=orjson.OPT_SERIALIZE_NUMPY
+    )
 
 
 def encode_json(content: Any) -> bytes:

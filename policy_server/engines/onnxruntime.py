@@ -98,9 +98,7 @@ def describe_tensors(tensors: Sequence[Any]) -> tuple[TensorInfo, ...]:
 
 def zeros(tensors: Sequence[TensorInfo], batch: int) -> dict[str, Array]:
     """Inputs of zeros, for warming; open dimensions are one."""
-    return {
-        tensor.name: np.zeros((batch, *(size or 1 for size in tensor.shape)), tensor.dtype) for tensor in tensors
-    }
+    return {tensor.name: np.zeros((batch, *(size or 1 for size in tensor.shape)), tensor.dtype) for tensor in tensors}
 
 
 def num_values(tensor: TensorInfo) -> int:

@@ -24,7 +24,9 @@ def check_engine(name: str) -> None:
     """
     extra = "policy" if name == "onnxruntime" else "policy-gpu"
     if find_spec("onnxruntime") is None:
-        raise StartError(f"engine={name!r}: onnxruntime is not installed: pip install 'gated-serving[{extra}]'", exit_code=3)
+        raise StartError(
+            f"engine={name!r}: onnxruntime is not installed: pip install 'gated-serving[{extra}]'", exit_code=3
+        )
     import onnxruntime  # pyright: ignore[reportMissingTypeStubs]
 
     available = cast("list[str]", onnxruntime.get_available_providers())  # pyright: ignore[reportUnknownMemberType]

@@ -1,0 +1,1 @@
+"""The application's routes, a module each."""
