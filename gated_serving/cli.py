@@ -238,6 +238,67 @@ def export_policy(
     )
 
 
+@app.command("serve-policy")
+def serve_policy(
+    repository: Annotated[
+        Path | None,
+        typer.Argument(help="Folder of NAME/VERSION/ as export-policy writes it; the shipped policies if not given."),
+    ] = None,
+    host: Annotated[str | None, typer.Option(help="Address to listen on; 127.0.0.1 if not given.")] = None,
+    port: Annotated[int | None, typer.Option(help="Port to listen on; 8100 if not given, 0 for any free one.")] = None,
+    grpc_port: Annotated[int | None, typer.Option(help="Port for gRPC; off if not given.")] = None,
+    workers: Annotated[int | None, typer.Option(help="Processes behind the port; 1 if not given.")] = None,
+    engine: Annotated[str | None, typer.Option(help="onnxruntime, cuda or tensorrt; onnxruntime if not given.")] = None,
+    max_batch: Annotated[int | None, typer.Option(help="Observations of one run; 64 if not given.")] = None,
+    max_delay_ms: Annotated[float | None, typer.Option(help="How long an idle engine waits for more; 0.")] = None,
+    max_queue: Annotated[int | None, typer.Option(help="Observations that may wait; 1024. More get 503.")] = None,
+    deadline_ms: Annotated[float | None, typer.Option(help="How long one may wait; 5000. Later ones get 504.")] = None,
+    api_key: Annotated[
+        list[str] | None, typer.Option(help="Let in only requests that carry this key; may be repeated.")
+    ] = None,
+    cors_origin: Annotated[
+        list[str] | None, typer.Option(help="Let pages of this origin call; may be repeated, * for all.")
+    ] = None,
+    watch: Annotated[bool | None, typer.Option("--watch/--no-watch", help="Make new versions live by itself.")] = None,
+    verbose: Annotated[bool, typer.Option("--verbose", help="Log what is loaded, not only what goes wrong.")] = False,
+) -> None:
+    """Serve exported policies over HTTP, WebSocket and gRPC, batched over all who ask.
+
+    Every option is an environment variable too, GATED_SERVING_POLICY_PORT and so on; NAME/serving.json changes the
+    batching of one policy. A new version folder goes live by itself, without a lost request.
+
+    Exit codes: 0 stopped by Ctrl-C or SIGTERM; 1 no policy can be served; 2 a wrong option; 3 this machine lacks
+    something (free port, package, GPU).
+    """
+    try:
+        from policy_server.command import serve_policy_command
+        from policy_server.errors import StartError
+    except ModuleNotFoundError as error:
+        typer.echo(f"error: {error.name} is not installed: pip install 'gated-serving[policy]'", err=True)
+        raise typer.Exit(3) from None
+
+    batching = {"max_batch": max_batch, "max_delay_ms": max_delay_ms, "max_queue": max_queue, "deadline_ms": deadline_ms}
+    try:
+        code = serve_policy_command(
+            say=typer.echo,
+            verbose=verbose,
+            repository=repository,
+            host=host,
+            port=port,
+            grpc_port=grpc_port,
+            workers=workers,
+            engine=engine,
+            batching=batching,
+            api_keys=api_key,
+            cors_origins=cors_origin,
+            watch=watch,
+        )
+    except StartError as error:
+        typer.echo(f"error: {error}", err=True)
+        raise typer.Exit(error.exit_code) from None
+    raise typer.Exit(code)
+
+
 def _make_goal_environment(environment: str, **kwargs: Any) -> Any:
     from gated_serving.rl.environments import make_goal_environment
 

@@ -30,7 +30,9 @@ def serve_policy_command(*, say: Callable[[str], None], verbose: bool = False, *
     Raises:
         StartError: It cannot start; carries the exit code.
     """
-    settings = make_settings(**{name: value for name, value in options.items() if value is not None})
+    batching = _given(options.pop("batching", {}))
+    engine = _given({"engine": options.pop("engine", None)})
+    settings = make_settings(**_given({**options, "batching": batching or None, "engine": engine or None}))
     if not settings.repository.is_dir():
         raise StartError(
             f"repository={str(settings.repository)!r}: no such folder; name one that holds NAME/VERSION/, as "
@@ -49,6 +51,10 @@ def serve_policy_command(*, say: Callable[[str], None], verbose: bool = False, *
     code = supervisor.run(lambda: _announce(settings, supervisor.port, say))
     say("stopped")
     return code
+
+
+def _given(values: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in values.items() if value is not None}
 
 
 def _announce(settings: ServerSettings, port: int, say: Callable[[str], None]) -> None:

@@ -21,6 +21,7 @@ from policy_server.manifest import Manifest, ObservationField
 _NUMBERS = frozenset({int, float})
 _INTEGERS = frozenset({int})
 _SHOWN = 40
+_LARGEST_INT64 = (1 << 63) - 1
 
 
 class ObservationParser:
@@ -57,7 +58,9 @@ class ObservationParser:
             return {self._only.name: array}, rows, batched
         return self._flat(value)
 
-    def from_arrays(self, arrays: Mapping[str, Array]) -> tuple[dict[str, Array], int, bool]:
+    def from_arrays(
+        self, arrays: Mapping[str, Array], *, path: str = "observation"
+    ) -> tuple[dict[str, Array], int, bool]:
         """An observation as named arrays, each ``shape`` or [n, *shape]; numbers of any width are converted.
 
         Returns:
@@ -67,34 +70,36 @@ class ObservationParser:
             InvalidRequestError: As ``from_json``.
             PayloadTooLargeError: More rows than are allowed.
         """
-        self._check_names(arrays)
-        return self._joined([(name, self._array(self._fields[name], arrays[name], _of(name))) for name in self._order])
+        self._check_names(arrays, path)
+        fields = self._fields
+        parts = [(name, self._array(fields[name], arrays[name], f"{path}.{name}")) for name in self._order]
+        return self._joined(parts, path)
 
     def _named(self, value: dict[str, Any]) -> tuple[dict[str, Array], int, bool]:
-        self._check_names(value)
-        return self._joined([(name, self._field(self._fields[name], value[name], _of(name))) for name in self._order])
+        self._check_names(value, "observation")
+        fields = self._fields
+        parts = [(name, self._field(fields[name], value[name], f"observation.{name}")) for name in self._order]
+        return self._joined(parts, "observation")
 
-    def _check_names(self, names: Iterable[str]) -> None:
+    def _check_names(self, names: Iterable[str], path: str) -> None:
         if self._fields.keys() == (given := set(names)):
             return
         expected = ", ".join(self._order)
         for name in self._order:
             if name not in given:
-                raise InvalidRequestError(f"{_of(name)}: is missing; the fields are {expected}", field=_of(name))
-        unknown = min(given - self._fields.keys(), key=repr)
-        raise InvalidRequestError(
-            f"{_of(_short(unknown))}: the policy has no such field; the fields are {expected}",
-            field=_of(_short(unknown)),
-        )
+                field = f"{path}.{name}"
+                raise InvalidRequestError(f"{field}: is missing; the fields are {expected}", field=field)
+        field = f"{path}.{_short(min(given - self._fields.keys()))}"
+        raise InvalidRequestError(f"{field}: the policy has no such field; the fields are {expected}", field=field)
 
-    def _joined(self, parts: list[tuple[str, tuple[Array, int, bool]]]) -> tuple[dict[str, Array], int, bool]:
+    def _joined(
+        self, parts: list[tuple[str, tuple[Array, int, bool]]], path: str
+    ) -> tuple[dict[str, Array], int, bool]:
         first, (_, rows, batched) = parts[0]
         for name, (_, other_rows, other_batched) in parts[1:]:
             if (other_rows, other_batched) != (rows, batched):
-                raise InvalidRequestError(
-                    f"{_of(name)}: {_counted(other_rows, other_batched)}, but {_of(first)} {_counted(rows, batched)}",
-                    field=_of(name),
-                )
+                other, this = _counted(other_rows, other_batched), _counted(rows, batched)
+                raise InvalidRequestError(f"{path}.{name}: {other}, but {path}.{first} {this}", field=f"{path}.{name}")
         return {name: array for name, (array, _, _) in parts}, rows, batched
 
     def _flat(self, value: Any) -> tuple[dict[str, Array], int, bool]:
@@ -104,7 +109,9 @@ class ObservationParser:
         first = 0
         for field, size in zip(self._fields.values(), self._sizes, strict=True):
             part = np.ascontiguousarray(array[:, first : first + size]).reshape(rows, *field.shape)
-            fields[field.name] = self._array(field, part, _of(field.name))[0] if field.dtype == "int64" else part
+            fields[field.name] = (
+                self._array(field, part, f"observation.{field.name}")[0] if field.dtype == "int64" else part
+            )
             first += size
         return fields, rows, batched
 
@@ -137,24 +144,12 @@ class ObservationParser:
     def _array(self, field: ObservationField, value: Array, path: str) -> tuple[Array, int, bool]:
         """One field as an array of any numeric type."""
         kinds = "iu" if field.dtype == "int64" else "iuf"
-        if (
-            value.dtype.kind == "f"
-            and field.dtype == "int64"
-            and np.all(value == np.floor(value))
-            and np.all(np.abs(value) < 2**53)
-        ):
-            value = value.astype(np.int64)
         if value.dtype.kind not in kinds:
             raise InvalidRequestError(f"{path}: is {value.dtype}, {field.dtype} is expected", field=path)
-        with np.errstate(over="ignore"):
-            array = np.ascontiguousarray(value, field.dtype)
-        if (
-            field.dtype == "int64"
-            and value.dtype.kind == "u"
-            and value.size
-            and int(value.max()) > np.iinfo(np.int64).max
-        ):
+        if value.dtype.kind == "u" and field.dtype == "int64" and value.size and int(value.max()) > _LARGEST_INT64:
             raise InvalidRequestError(f"{path}: holds a number beyond int64", field=path)
+        with np.errstate(over="ignore"):
+            array = np.asarray(value, field.dtype, order="C")
         return self._shaped(field, array, path)
 
     def _shaped(self, field: ObservationField, array: Array, path: str) -> tuple[Array, int, bool]:
@@ -163,8 +158,8 @@ class ObservationParser:
         if batched:
             if shape[1:] != field.shape or not shape:
                 raise InvalidRequestError(
-                    f"{path}: has the shape {list(shape)}, {list(field.shape)} is expected, or {['n', *field.shape]} for "
-                    "a batch",
+                    f"{path}: has the shape {list(shape)}, {list(field.shape)} is expected, or one dimension more "
+                    "for a batch",
                     field=path,
                 )
             if shape[0] == 0:
@@ -187,7 +182,7 @@ class ObservationParser:
 
     def _too_many(self, rows: int, path: str) -> PayloadTooLargeError:
         return PayloadTooLargeError(
-            f"{path}: {rows} observations in one request, at most {self._max_rows} are allowed (max_rows); send several",
+            f"{path}: {rows} observations in one request, at most {self._max_rows} are allowed (max_rows)",
             field=path,
         )
 
@@ -195,10 +190,6 @@ class ObservationParser:
 def observation_size(fields: Iterable[ObservationField]) -> int:
     """Values of one observation, all fields together."""
     return sum(math.prod(field.shape) for field in fields)
-
-
-def _of(name: str) -> str:
-    return f"observation.{name}"
 
 
 def _short(name: object) -> str:
@@ -232,12 +223,14 @@ def _types(value: Any, depth: int) -> set[type]:
 
 
 def _json_name(kind: type) -> str:
-    names = {
-        str: "strings",
-        bool: "booleans",
-        type(None): "null",
-        list: "lists of other depth",
-        dict: "objects",
-        float: "fractions",
-    }
-    return names.get(kind, kind.__name__)
+    return _JSON_NAMES.get(kind, kind.__name__)
+
+
+_JSON_NAMES: dict[type, str] = {
+    str: "strings",
+    bool: "booleans",
+    type(None): "null",
+    list: "lists of other depth",
+    dict: "objects",
+    float: "fractions",
+}
