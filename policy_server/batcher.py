@@ -106,6 +106,7 @@ class Batcher:
         run_inline: Run the engine on the event loop's own thread. Right when a full batch takes less than handing it
             to a thread and back; the loop stands still meanwhile.
         required: The output whose values have to be finite.
+        bound: Brings its values within their bounds; called with finite ones only.
     """
 
     def __init__(
@@ -116,12 +117,14 @@ class Batcher:
         observe: Callable[[BatchRecord], None],
         run_inline: bool = False,
         required: str = "action",
+        bound: Callable[[Array], Array] | None = None,
     ) -> None:
         self._engine = engine
         self._settings = settings
         self._observe = observe
         self._inline = run_inline
         self._required = required
+        self._bound = bound
         self._loop = asyncio.get_running_loop()
         self._queue: deque[_Request] = deque()
         self._queued_rows = 0
@@ -299,7 +302,10 @@ class Batcher:
 
     def _answer_all(self, batch: list[_Request], outcome: _Outcome, started: float) -> int:
         rows, num_failed, first = sum(request.rows for request in batch), 0, 0
-        finite = outcome.outputs is not None and _is_finite(outcome.outputs[self._required])
+        required, bound = self._required, self._bound
+        finite = outcome.outputs is not None and _is_finite(outcome.outputs[required])
+        if finite and bound is not None and outcome.outputs is not None:
+            outcome.outputs[required] = bound(outcome.outputs[required])
         for index, request in enumerate(batch):
             last = first + request.rows
             if outcome.outputs is None:
@@ -307,11 +313,8 @@ class Batcher:
             else:
                 outputs = {name: values[first:last] for name, values in outcome.outputs.items()}
             first = last
-            if not isinstance(outputs, PolicyServerError) and not finite and not _is_finite(outputs[self._required]):
-                outputs = NonFiniteActionError(
-                    "the policy's action for this observation is not finite; the observation is outside of what the "
-                    "policy was trained on, or the policy is broken"
-                )
+            if not finite and not isinstance(outputs, PolicyServerError):
+                outputs = self._checked(outputs)
             if isinstance(outputs, PolicyServerError):
                 num_failed += 1
                 self._answer(request, outputs)
@@ -319,6 +322,16 @@ class Batcher:
                 queued_s = max(started - request.arrived, 0.0)
                 self._answer(request, RowsDone(outputs, queued_s, outcome.inference_s, rows))
         return num_failed
+
+    def _checked(self, outputs: dict[str, Array]) -> dict[str, Array] | PolicyServerError:
+        """One request's outputs out of a batch that holds something that is not finite."""
+        values = outputs[self._required]
+        if not _is_finite(values):
+            return NonFiniteActionError(
+                "the policy's action for this observation is not finite; the observation is outside of what the policy "
+                "was trained on, or the policy is broken"
+            )
+        return outputs if self._bound is None else {**outputs, self._required: self._bound(values)}
 
     def _answer(self, request: _Request, result: RowsDone | PolicyServerError) -> None:
         try:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from itertools import chain
+from itertools import accumulate, chain
 from typing import Any, cast
 
 import numpy as np
@@ -20,8 +20,10 @@ from policy_server.manifest import Manifest, ObservationField
 
 _NUMBERS = frozenset({int, float})
 _INTEGERS = frozenset({int})
+_LARGEST_PLAIN = 3.4e38  # a little below the largest float32
 _SHOWN = 40
 _LARGEST_INT64 = (1 << 63) - 1
+_LARGEST_EXACT = 1 << 53  # among the integers that float64 holds
 
 
 class ObservationParser:
@@ -38,8 +40,13 @@ class ObservationParser:
         self._sizes = [field.size for field in manifest.observation]
         self._total = sum(self._sizes)
         self._max_rows = max_rows
-        only = manifest.observation[0] if len(manifest.observation) == 1 else None
-        self._only = only
+        self._only = manifest.observation[0] if len(manifest.observation) == 1 else None
+        self._vector = ObservationField(name="vector", shape=(self._total,))
+        mixed = any(field.dtype != "float32" for field in manifest.observation)
+        self._vector_dtype = "float64" if mixed else "float32"  # holds every integer up to 2^53
+        self._plain = all(field.dtype == "float32" and len(field.shape) == 1 for field in manifest.observation)
+        ends = list(accumulate(self._sizes))
+        self._spans = [slice(end - size, end) for size, end in zip(self._sizes, ends, strict=True)]
 
     def from_json(self, value: Any) -> tuple[dict[str, Array], int, bool]:
         """An observation, or a batch of them, as JSON has it: named fields, or one flat vector in their order.
@@ -51,6 +58,8 @@ class ObservationParser:
             InvalidRequestError: A field is missing, unknown, of the wrong shape or type, or not finite.
             PayloadTooLargeError: More rows than are allowed.
         """
+        if self._plain and (single := self._plain_single(value)) is not None:
+            return single, 1, False
         if isinstance(value, dict):
             return self._named(cast("dict[str, Any]", value))
         if self._only is not None:
@@ -74,6 +83,23 @@ class ObservationParser:
         fields = self._fields
         parts = [(name, self._array(fields[name], arrays[name], f"{path}.{name}")) for name in self._order]
         return self._joined(parts, path)
+
+    def _plain_single(self, value: Any) -> dict[str, Array] | None:
+        """One observation without a fault, which is nearly every request; None for what has to be looked at closely."""
+        if type(value) is list:
+            if not _are_plain_numbers(value, self._total):
+                return None
+            row = np.array((value,), np.float32)
+            return {name: row[:, span] for name, span in zip(self._order, self._spans, strict=True)}
+        if type(value) is not dict or len(value) != len(self._order):
+            return None
+        fields: dict[str, Array] = {}
+        for name, size in zip(self._order, self._sizes, strict=True):
+            numbers = value.get(name)
+            if type(numbers) is not list or not _are_plain_numbers(numbers, size):
+                return None
+            fields[name] = np.array((numbers,), np.float32)
+        return fields
 
     def _named(self, value: dict[str, Any]) -> tuple[dict[str, Array], int, bool]:
         self._check_names(value, "observation")
@@ -103,20 +129,20 @@ class ObservationParser:
         return {name: array for name, (array, _, _) in parts}, rows, batched
 
     def _flat(self, value: Any) -> tuple[dict[str, Array], int, bool]:
-        vector = ObservationField(name="vector", shape=(self._total,))
-        array, rows, batched = self._field(vector, value, "observation")
+        array, rows, batched = self._field(self._vector, value, "observation", dtype=self._vector_dtype)
         fields: dict[str, Array] = {}
-        first = 0
-        for field, size in zip(self._fields.values(), self._sizes, strict=True):
-            part = np.ascontiguousarray(array[:, first : first + size]).reshape(rows, *field.shape)
-            fields[field.name] = (
-                self._array(field, part, f"observation.{field.name}")[0] if field.dtype == "int64" else part
-            )
-            first += size
+        for field, span in zip(self._fields.values(), self._spans, strict=True):
+            part = array[:, span].reshape(rows, *field.shape)
+            path = f"observation.{field.name}"
+            if field.dtype == "int64":
+                part = _as_whole(part, path)
+            fields[field.name] = self._array(field, part, path)[0]
         return fields, rows, batched
 
-    def _field(self, field: ObservationField, value: Any, path: str) -> tuple[Array, int, bool]:
-        """One field out of JSON."""
+    def _field(
+        self, field: ObservationField, value: Any, path: str, *, dtype: str | None = None
+    ) -> tuple[Array, int, bool]:
+        """One field out of JSON, as its own type or another."""
         depth = _depth(value)
         num_dimensions = len(field.shape)
         if depth not in (num_dimensions, num_dimensions + 1):
@@ -134,7 +160,7 @@ class ObservationParser:
             wanted = "integers" if field.dtype == "int64" else "numbers"
             raise InvalidRequestError(f"{path}: holds {wrong}, only {wanted} are allowed", field=path)
         try:
-            array = np.array(value, field.dtype)
+            array = np.array(value, dtype or field.dtype)
         except (ValueError, TypeError):
             raise InvalidRequestError(f"{path}: its rows are not equally long", field=path) from None
         except OverflowError:
@@ -190,6 +216,23 @@ class ObservationParser:
 def observation_size(fields: Iterable[ObservationField]) -> int:
     """Values of one observation, all fields together."""
     return sum(math.prod(field.shape) for field in fields)
+
+
+def _as_whole(values: Array, path: str) -> Array:
+    if not np.all(np.abs(values) < _LARGEST_EXACT) or np.any(values != np.floor(values)):
+        raise InvalidRequestError(
+            f"{path}: holds fractions or integers beyond 2^53, which a flat vector cannot; send named fields", field=path
+        )
+    return values.astype(np.int64)
+
+
+def _are_plain_numbers(values: list[Any], size: int) -> bool:
+    return (
+        len(values) == size
+        and _NUMBERS.issuperset(map(type, values))
+        and max(values) < _LARGEST_PLAIN
+        and min(values) > -_LARGEST_PLAIN
+    )
 
 
 def _short(name: object) -> str:

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from policy_server.batcher import Batcher, BatchRecord, OnDone, RowsDone
 from policy_server.engines.base import Array, Engine
-from policy_server.errors import InvalidRequestError, PolicyServerError
+from policy_server.errors import InvalidRequestError
 from policy_server.manifest import Manifest
 from policy_server.observation import ObservationParser
 from policy_server.settings import BatchingSettings
@@ -73,15 +73,19 @@ class ServedPolicy:
     loaded_at: float = field(default_factory=time.time)
     batcher: Batcher = field(init=False)
     observations: ObservationParser = field(init=False)
-    _low: NDArray[np.float32] | None = field(init=False, default=None)
-    _high: NDArray[np.float32] | None = field(init=False, default=None)
     _zero_noise: dict[int, Array] = field(init=False, default_factory=dict[int, Array])
 
     def __post_init__(self) -> None:
         inline = self.batch_s < self.run_inline_below_s
-        self.batcher = Batcher(self.engine, self.batching, observe=self.observe, run_inline=inline)
+        self.batcher = Batcher(
+            self.engine,
+            self.batching,
+            observe=self.observe,
+            run_inline=inline,
+            required=ACTION,
+            bound=_clipping(*action_bounds(self.manifest)),
+        )
         self.observations = ObservationParser(self.manifest, max_rows=self.max_rows)
-        self._low, self._high = action_bounds(self.manifest)
 
     @property
     def name(self) -> str:
@@ -102,19 +106,7 @@ class ServedPolicy:
         Raises:
             PolicyServerError: It cannot be queued, or asks for what the policy does not have.
         """
-        inputs = self.prepare(request)
-        low, high = self._low, self._high
-        if low is None and high is None:
-            self.batcher.submit(inputs, request.rows, deadline=request.deadline, on_done=on_done)
-            return
-
-        def clip(result: RowsDone | PolicyServerError) -> None:
-            if isinstance(result, RowsDone):
-                # The graph clips too; what a robot gets shall not depend on it.
-                result.outputs[ACTION] = np.clip(result.outputs[ACTION], low, high)
-            on_done(result)
-
-        self.batcher.submit(inputs, request.rows, deadline=request.deadline, on_done=clip)
+        self.batcher.submit(self.prepare(request), request.rows, deadline=request.deadline, on_done=on_done)
 
     async def infer(self, request: ActRequest) -> RowsDone:
         """``act`` for callers who can wait.
@@ -122,10 +114,7 @@ class ServedPolicy:
         Raises:
             PolicyServerError: As ``act``, or what became of the request.
         """
-        done = await self.batcher.infer(self.prepare(request), request.rows, deadline=request.deadline)
-        if self._low is not None or self._high is not None:
-            done.outputs[ACTION] = np.clip(done.outputs[ACTION], self._low, self._high)
-        return done
+        return await self.batcher.infer(self.prepare(request), request.rows, deadline=request.deadline)
 
     def prepare(self, request: ActRequest) -> Mapping[str, Array]:
         """The graph's inputs for a request: the observation, and the noise where the graph takes it.
@@ -188,3 +177,10 @@ def action_bounds(manifest: Manifest) -> tuple[NDArray[np.float32] | None, NDArr
         return np.asarray(values, np.float32).reshape(space.shape)
 
     return side(space.low, -math.inf), side(space.high, math.inf)
+
+
+def _clipping(low: NDArray[np.float32] | None, high: NDArray[np.float32] | None) -> Callable[[Array], Array] | None:
+    if low is None and high is None:
+        return None
+    # The graph clips too; what a robot gets shall not depend on it.
+    return lambda actions: np.clip(actions, low, high)
