@@ -12,6 +12,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.middleware.cors import CORSMiddleware
 from fastapi.responses import Response
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 
 from policy_server.errors import InvalidRequestError, PolicyServerError
 from policy_server.host import PolicyHost
@@ -24,6 +25,7 @@ from policy_server.settings import ServerSettings
 
 logger = logging.getLogger(__name__)
 
+_CLIENT_CLOSED_REQUEST = 499
 _DESCRIPTION = """
 Actions of exported policies, batched over all who ask.
 
@@ -58,6 +60,7 @@ def create_app(host: PolicyHost, settings: ServerSettings, metrics: Metrics) -> 
     app.add_exception_handler(PolicyServerError, _policy_error)
     app.add_exception_handler(RequestValidationError, _validation_error)
     app.add_exception_handler(HTTPException, _http_error)
+    app.add_exception_handler(ClientDisconnect, _client_gone)
     app.add_exception_handler(Exception, _unexpected_error)
     return app
 
@@ -83,6 +86,10 @@ def _http_error(request: Request, error: Exception) -> Response:
     elif problem.status_code == 405:
         wrapped.message = f"{request.method} is not for {request.url.path[:120]}; /docs lists what is"
     return error_response(wrapped, request.scope, headers=dict(problem.headers or {}))
+
+
+def _client_gone(request: Request, error: Exception) -> Response:
+    return Response(status_code=_CLIENT_CLOSED_REQUEST)  # nobody reads it
 
 
 def _unexpected_error(request: Request, error: Exception) -> Response:

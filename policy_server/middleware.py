@@ -9,8 +9,8 @@ from fastapi.responses import Response
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from policy_server.errors import PayloadTooLargeError, PolicyServerError
-from policy_server.fast_lane import REQUEST_ID_HEADER, error_headers, new_request_id, usable_request_id
+from policy_server.errors import PolicyServerError
+from policy_server.request_head import REQUEST_ID_HEADER, error_headers, new_request_id, usable_request_id
 from policy_server.security import ApiKeys, is_open, too_large
 from policy_server.wire import encode_json
 
@@ -62,29 +62,29 @@ class GateMiddleware:
             self._keys.check(headers)
 
     async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
-        request_id, answered, size = scope[_REQUEST_ID], False, 0
+        answered, refused, size = False, False, 0
 
         async def send_with_id(message: Message) -> None:
             nonlocal answered
+            if refused:  # what the route makes of the missing rest is of no interest
+                return
             if message["type"] == "http.response.start":
                 answered = True
-                MutableHeaders(scope=message)[REQUEST_ID_HEADER] = request_id
+                MutableHeaders(scope=message)[REQUEST_ID_HEADER] = scope[_REQUEST_ID]
             await send(message)
 
         async def receive_limited() -> Message:
-            nonlocal size
+            nonlocal size, refused
             message = await receive()
             size += len(message.get("body", b""))
-            if size > self._max_body_bytes:
-                raise too_large(None, self._max_body_bytes)
+            if size > self._max_body_bytes and not answered:
+                if not refused:
+                    refused = True
+                    await error_response(too_large(None, self._max_body_bytes), scope)(scope, receive, send)
+                return {"type": "http.disconnect"}
             return message
 
-        try:
-            await self._app(scope, receive_limited, send_with_id)
-        except PayloadTooLargeError as error:
-            if answered:
-                raise
-            await error_response(error, scope)(scope, receive, send)
+        await self._app(scope, receive_limited, send_with_id)
 
 
 def request_id_of(scope: MutableMapping[str, Any]) -> str:

@@ -160,7 +160,8 @@ class ObservationParser:
             wanted = "integers" if field.dtype == "int64" else "numbers"
             raise InvalidRequestError(f"{path}: holds {wrong}, only {wanted} are allowed", field=path)
         try:
-            array = np.array(value, dtype or field.dtype)
+            with np.errstate(over="ignore"):  # becomes infinity, which is looked for below
+                array = np.array(value, dtype or field.dtype)
         except (ValueError, TypeError):
             raise InvalidRequestError(f"{path}: its rows are not equally long", field=path) from None
         except OverflowError:
@@ -221,7 +222,8 @@ def observation_size(fields: Iterable[ObservationField]) -> int:
 def _as_whole(values: Array, path: str) -> Array:
     if not np.all(np.abs(values) < _LARGEST_EXACT) or np.any(values != np.floor(values)):
         raise InvalidRequestError(
-            f"{path}: holds fractions or integers beyond 2^53, which a flat vector cannot; send named fields", field=path
+            f"{path}: holds fractions, or integers beyond 2^53, which a flat vector cannot; send named fields",
+            field=path,
         )
     return values.astype(np.int64)
 

@@ -35,7 +35,8 @@ class ApiKeys:
         """Lets a request in, or not.
 
         Args:
-            headers: Names in lower case; ``authorization: Bearer KEY``, ``authorization: Api-Key KEY`` or ``x-api-key``.
+            headers: Names in lower case; ``authorization: Bearer KEY``, ``authorization: Api-Key KEY`` or
+                ``x-api-key: KEY``.
 
         Raises:
             UnauthorizedError: No key, or none of these.

@@ -24,6 +24,7 @@ from policy_server.served import ACTION, MAX_SEED, ActRequest
 MAX_SESSION_ID = 256
 MAX_TIMEOUT_MS = 3_600_000
 _FIELDS = frozenset({"observation", "deterministic", "seed", "timeout_ms", "session_id"})
+_MAX_SHOWN = 40
 _JUST_OBSERVATION = {"observation"}
 
 
@@ -180,5 +181,7 @@ def encode_json(content: Any) -> bytes:
 
 
 def _shown(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 40 else text[:37] + "..."
+    if isinstance(value, list | dict):  # however deep they are
+        return "a list" if isinstance(value, list) else "an object"
+    text = repr(value[:_MAX_SHOWN] if isinstance(value, str) else value)
+    return text if len(text) <= _MAX_SHOWN else text[: _MAX_SHOWN - 3] + "..."

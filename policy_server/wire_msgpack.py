@@ -29,7 +29,7 @@ def unpack(frame: bytes) -> Any:
         InvalidRequestError: No msgpack, or an array in it that makes no sense.
     """
     try:
-        return _PACKER.unpackb(frame, object_hook=_array_of, strict_map_key=False, max_buffer_size=len(frame) or 1)
+        return _PACKER.unpackb(frame, object_hook=_array_of, strict_map_key=False)
     except InvalidRequestError:
         raise
     except Exception as error:  # msgpack raises a dozen kinds, and more from C

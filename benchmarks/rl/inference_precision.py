@@ -7,8 +7,8 @@ a buffer larger than the caches.
 Weights are random, drawn as training starts with them; speed does not depend on them. All files are made by the
 exporter and opened by onnxruntime before the first round. In every round each side runs a burst, as a server does,
 one side after the other; a burst is long against the time in which the caches take up a side's weights again, since a
-control loop asks the same actor all the time. The time is the calling thread's processor time, which is all there is with one thread;
-waiting for a core that others use is not counted, but their use of the memory is.
+control loop asks the same actor all the time. The time is the calling thread's processor time, which is all there is
+with one thread; waiting for a core that others use is not counted, but their use of the memory is.
 
     python benchmarks/rl/inference_precision.py [--rounds 7] [--depths 64,1024] [--batches 1,8,64] [--width 256]
 """
@@ -16,7 +16,6 @@ waiting for a core that others use is not counted, but their use of the memory i
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import statistics
 import sys
@@ -31,15 +30,15 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # numpy reads it when it is 
 
 import numpy as np
 import onnxruntime  # pyright: ignore[reportMissingTypeStubs]
-from safetensors.numpy import save_file
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # run as a script: benchmarks/ is no package
 
-from policy_server.export.checkpoint import ACTOR_FILE, CHECKPOINT_FILE, ActorRecord
+from random_actor import ACTION_SIZE, GOAL_SIZE, OBSERVATION_SIZE, write_checkpoint
+
 from policy_server.export.precision import PrecisionReport, convert
 from policy_server.export.residual_actor import read_residual_actor
 from policy_server.export.verify import Session, draw_observations, error_units
-from policy_server.manifest import Outputs, Precision, sha256
+from policy_server.manifest import Outputs, Precision
 
 AIM_RATIO = 1.5
 AIM_ACTIONS_PER_S = 100
@@ -47,7 +46,6 @@ NUM_OBSERVATIONS = 256
 BURST_S = 1.0
 READING = "reading"
 READ_BYTES = 1 << 29
-OBSERVATION_SIZE, GOAL_SIZE, ACTION_SIZE = 10, 3, 4
 
 
 @dataclass
@@ -208,51 +206,6 @@ def verdicts_of(depth: int, sides: list[Side]) -> list[str]:
             f"{'reached' if rate >= AIM_ACTIONS_PER_S else 'NOT reached'})."
         )
     return verdicts
-
-
-def write_checkpoint(folder: Path, depth: int, width: int) -> Path:
-    """A checkpoint with weights as training starts with them: uniform in +-1/sqrt(inputs), LayerNorm one and zero.
-
-    The residual sum grows with every block, so the head is divided by their number: actions that all lie at their
-    bounds would hide every error.
-    """
-    rng = np.random.default_rng(depth)
-    actor = {
-        "architecture": "residual_gaussian",
-        "input_size": OBSERVATION_SIZE + GOAL_SIZE,
-        "action_size": ACTION_SIZE,
-        "depth": depth,
-        "width": width,
-        "residual_interval": 4,
-        "layer_norm_eps": 1e-6,
-        "log_std_min": -5.0,
-        "log_std_max": 2.0,
-    }
-    tensors: dict[str, np.ndarray] = {}
-    for name, shape in ActorRecord.model_validate(actor).tensor_shapes().items():
-        bound = 1 / np.sqrt(shape[1]) if len(shape) == 2 else 0.0
-        values = rng.uniform(-bound, bound, shape) / (depth // 4 if name == "mean.weight" else 1)
-        tensors[name] = (values + (1.0 if name.endswith("norm.weight") else 0.0)).astype(np.float32)
-    save_file(tensors, folder / ACTOR_FILE)
-    sizes = {"observation": OBSERVATION_SIZE, "desired_goal": GOAL_SIZE}
-    record = {
-        "format": "gated-serving-rl",
-        "format_version": 1,
-        "recipe": "inference-precision",
-        "seed": depth,
-        "environment": {"id": "FetchReach-v4", "kwargs": {}, "control_period_s": 0.04, "max_episode_steps": 50},
-        "observation_fields": [
-            {"name": name, "shape": [size], "low": None, "high": None} for name, size in sizes.items()
-        ],
-        "action": {"shape": [ACTION_SIZE], "low": [-1.0] * ACTION_SIZE, "high": [1.0] * ACTION_SIZE},
-        "actor": actor,
-        "num_environment_steps": 0,
-        "num_updates": 0,
-        "evaluation": None,
-        "files": {ACTOR_FILE: sha256(folder / ACTOR_FILE)},
-    }
-    (folder / CHECKPOINT_FILE).write_text(json.dumps(record))
-    return folder
 
 
 if __name__ == "__main__":

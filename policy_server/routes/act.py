@@ -10,7 +10,7 @@ from fastapi.responses import Response
 from pydantic import BaseModel, ConfigDict, Field
 
 from policy_server.errors import PolicyServerError
-from policy_server.fast_lane import SESSION_HEADER, TIMEOUT_HEADER, read_lane_headers
+from policy_server.request_head import SESSION_HEADER, TIMEOUT_HEADER, read_act_headers
 from policy_server.routes.answers import ERRORS, PolicyName, host_of, metrics_of
 from policy_server.wire import decode_act, encode_act, parse_act, session_of
 
@@ -127,7 +127,7 @@ async def _act(name: str, version: int | None, request: Request) -> Response:
     host, metrics = host_of(request), metrics_of(request)
     found = 0
     try:
-        header_session, timeout_ms = read_lane_headers(request.headers.get)
+        header_session, timeout_ms = read_act_headers(request.headers.get)
         content = decode_act(body)
         served = host.find(name, version, session_of(content) or header_session)
         found = served.version

@@ -62,7 +62,9 @@ def test_its_requirements_take_less_than_200_mb(environment: Path) -> None:
     (packages,) = environment.glob("lib/python3*/site-packages")
     not_counted = ("pip", "setuptools", "pkg_resources", "_distutils_hack")  # the environment's own, not requirements
     sizes = {
-        path.name: sum(file.stat().st_size for file in path.rglob("*") if file.is_file()) if path.is_dir() else path.stat().st_size
+        path.name: sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
+        if path.is_dir()
+        else path.stat().st_size
         for path in packages.iterdir()
         if not path.name.startswith(not_counted)
     }
@@ -128,7 +130,10 @@ def test_its_server_becomes_healthy_and_acts(server: int) -> None:
 def test_torch_is_not_even_looked_for(environment: Path) -> None:
     script = "import sys; import policy_server.app, policy_server.worker; print(sorted(m for m in sys.modules if m == 'torch'))"
     result = subprocess.run(
-        [str(environment / "bin/python"), "-c", script], capture_output=True, text=True, check=True, env=_environment_variables()
+        [str(environment / "bin/python"), "-c", script],
+        capture_output=True,
+        text=True,
+        check=True,
+        env=_environment_variables(),
     )
     assert result.stdout.strip() == "[]"
-

@@ -61,7 +61,9 @@ def test_what_the_image_copies_is_there_and_reaches_the_builder() -> None:
         assert (ROOT / source).exists(), source
         kept = False
         for pattern in patterns:  # the last pattern that fits wins
-            if fnmatch.fnmatch(source.split("/")[0], pattern.lstrip("!")) or fnmatch.fnmatch(source, pattern.lstrip("!")):
+            if fnmatch.fnmatch(source.split("/")[0], pattern.lstrip("!")) or fnmatch.fnmatch(
+                source, pattern.lstrip("!")
+            ):
                 kept = pattern.startswith("!")
         assert kept, f"{source}: .dockerignore keeps it from the builder"
 
@@ -69,7 +71,9 @@ def test_what_the_image_copies_is_there_and_reaches_the_builder() -> None:
 def test_every_package_of_the_wheel_is_copied() -> None:
     import tomllib
 
-    packages = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["hatch"]["build"]["targets"]["wheel"]["packages"]
+    packages = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["hatch"]["build"]["targets"]["wheel"][
+        "packages"
+    ]
     for package in packages:
         assert re.search(rf"^COPY {package.split('/')[0]} ", DOCKERFILE, re.MULTILINE), package
 
@@ -105,7 +109,10 @@ def test_docker_compose_accepts_the_file() -> None:
 def test_promtool_accepts_the_configuration() -> None:
     for command, file in (("config", "prometheus.yml"), ("rules", "alerts.yml")):
         result = subprocess.run(
-            ["promtool", "check", command, str(DEPLOY / "prometheus" / file)], capture_output=True, text=True, check=False
+            ["promtool", "check", command, str(DEPLOY / "prometheus" / file)],
+            capture_output=True,
+            text=True,
+            check=False,
         )
         assert result.returncode == 0, result.stderr + result.stdout
 
