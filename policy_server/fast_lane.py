@@ -78,7 +78,7 @@ class FastLaneProtocol(HttpToolsProtocol):
 
     def data_received(self, data: bytes) -> None:
         """Takes the short way if it can, the long one if not."""
-        if self._answering or self._write_blocked:
+        if self._answering:
             self._hold(data)
             return
         if self._head is not None:
@@ -86,7 +86,7 @@ class FastLaneProtocol(HttpToolsProtocol):
             if len(self._body) >= self._length:
                 self._body_complete()
             return
-        if self._in_message or not data.startswith(_PREFIX) or False:
+        if self._in_message or not data.startswith(_PREFIX) or self._cycle_runs():
             super().data_received(data)
             return
         end = data.find(_END)

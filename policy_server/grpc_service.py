@@ -117,20 +117,20 @@ class _Service(_Servicer):
         self._host = host
         self._metrics = metrics
 
-    async def ServerLive(self, request: Any, context: Any) -> Any:  # noqa: N802, ARG002
+    async def ServerLive(self, request: Any, context: Any) -> Any:  # noqa: N802
         return _pb.ServerLiveResponse(live=True)
 
-    async def ServerReady(self, request: Any, context: Any) -> Any:  # noqa: N802, ARG002
+    async def ServerReady(self, request: Any, context: Any) -> Any:  # noqa: N802
         return _pb.ServerReadyResponse(ready=self._host.ready)
 
-    async def ModelReady(self, request: Any, context: Any) -> Any:  # noqa: N802, ARG002
+    async def ModelReady(self, request: Any, context: Any) -> Any:  # noqa: N802
         try:
             self._host.find(request.name, _version(request.version))
         except PolicyServerError:
             return _pb.ModelReadyResponse(ready=False)
         return _pb.ModelReadyResponse(ready=True)
 
-    async def ServerMetadata(self, request: Any, context: Any) -> Any:  # noqa: N802, ARG002
+    async def ServerMetadata(self, request: Any, context: Any) -> Any:  # noqa: N802
         return _pb.ServerMetadataResponse(**server_metadata())
 
     async def ModelMetadata(self, request: Any, context: Any) -> Any:  # noqa: N802
@@ -148,11 +148,13 @@ class _Service(_Servicer):
 
         return await _answered(describe(), context)
 
-    async def RepositoryIndex(self, request: Any, context: Any) -> Any:  # noqa: N802, ARG002
+    async def RepositoryIndex(self, request: Any, context: Any) -> Any:  # noqa: N802
         entries = repository_index(self._host)
         if request.ready:
             entries = [entry for entry in entries if entry["state"] == "READY"]
-        return _pb.RepositoryIndexResponse(models=[_pb.RepositoryIndexResponse.ModelIndex(**entry) for entry in entries])
+        return _pb.RepositoryIndexResponse(
+            models=[_pb.RepositoryIndexResponse.ModelIndex(**entry) for entry in entries]
+        )
 
     async def RepositoryModelLoad(self, request: Any, context: Any) -> Any:  # noqa: N802
         async def load() -> Any:

@@ -16,6 +16,8 @@ from policy_server.errors import PayloadTooLargeError, UnauthorizedError
 
 OPEN_PATHS = frozenset({"/", "/healthz", "/readyz", "/docs", "/redoc", "/openapi.json", "/docs/oauth2-redirect"})
 OPEN_PREFIXES = ("/page/",)
+PROTOCOL_PREFIX = "api-key."
+"""A browser cannot set headers on a WebSocket; it sends the key as a subprotocol of this beginning."""
 _SCHEMES = ("bearer ", "api-key ")
 
 
@@ -58,6 +60,9 @@ def key_of(headers: Mapping[str, str]) -> str | None:
     for scheme in _SCHEMES:
         if authorization.lower().startswith(scheme):
             return authorization[len(scheme) :].strip()
+    for protocol in headers.get("sec-websocket-protocol", "").split(","):
+        if protocol.strip().startswith(PROTOCOL_PREFIX):
+            return protocol.strip()[len(PROTOCOL_PREFIX) :]
     return headers.get("x-api-key")
 
 

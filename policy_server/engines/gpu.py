@@ -97,9 +97,13 @@ class TensorRTEngine:
     def __init__(self, model: bytes, settings: EngineSettings, *, max_batch: int) -> None:
         self.max_batch = max_batch
         options = session_options(settings)
-        described = describe_tensors(open_session(model, session_options(settings), ["CPUExecutionProvider"]).get_inputs())
+        described = describe_tensors(
+            open_session(model, session_options(settings), ["CPUExecutionProvider"]).get_inputs()
+        )
         self._session = open_session(
-            model, options, [("TensorrtExecutionProvider", tensorrt_options(described, max_batch)), "CUDAExecutionProvider"]
+            model,
+            options,
+            [("TensorrtExecutionProvider", tensorrt_options(described, max_batch)), "CUDAExecutionProvider"],
         )
         self.inputs = describe_tensors(self._session.get_inputs())
         self.outputs = describe_tensors(self._session.get_outputs())

@@ -92,7 +92,8 @@ def read_choices(parameters: Mapping[str, str], name: str | None, host: PolicyHo
     for parameter in parameters:
         if parameter not in _PARAMETERS:
             raise InvalidRequestError(
-                f"{parameter[:40]}: there is no such parameter; there are {', '.join(_PARAMETERS)}", field=parameter[:40]
+                f"{parameter[:40]}: there is no such parameter; there are {', '.join(_PARAMETERS)}",
+                field=parameter[:40],
             )
     policy = name or parameters.get("policy") or _only_policy(host)
     version = parameters.get("version")
@@ -115,7 +116,9 @@ def describe(served: ServedPolicy) -> dict[str, Any]:
     return {
         "policy": manifest.name,
         "version": manifest.version,
-        "observation": {field.name: {"shape": list(field.shape), "dtype": field.dtype} for field in manifest.observation},
+        "observation": {
+            field.name: {"shape": list(field.shape), "dtype": field.dtype} for field in manifest.observation
+        },
         "action": {"shape": list(manifest.action.shape), "dtype": manifest.action.dtype},
         "control_period_s": manifest.control_period_s,
         "environment": manifest.training.environment,
@@ -157,7 +160,9 @@ class _Loop:
                 if message["type"] == "websocket.disconnect":
                     break
                 content = message.get("bytes")
-                await self._frames.put((time.perf_counter(), content if content is not None else message.get("text", "")))
+                await self._frames.put(
+                    (time.perf_counter(), content if content is not None else message.get("text", ""))
+                )
         finally:
             if self._choices.latest:
                 self._frames.put_nowait(None)
@@ -240,7 +245,9 @@ def _only_policy(host: PolicyHost) -> str:
     if len(live) == 1:
         return live[0]
     known = ", ".join(live) or "there is none yet"
-    raise InvalidRequestError(f"policy: name one, as ?policy=NAME or /v1/policies/NAME/ws; live: {known}", field="policy")
+    raise InvalidRequestError(
+        f"policy: name one, as ?policy=NAME or /v1/policies/NAME/ws; live: {known}", field="policy"
+    )
 
 
 def _whole(text: str, name: str) -> int:
