@@ -1,5 +1,5 @@
 # The commands that the README, CI and people use alike. Each works as the first one ever typed.
-#   make serve ARGS="--port 9000"     make test ARGS="-k doctor"
+#   make serve ARGS="--port 9000 -- --port 9100"     make test ARGS="-k doctor"
 
 PYTHON ?= python3
 BIN := .venv/bin
@@ -8,7 +8,7 @@ STAMP := .venv/.installed
 .PHONY: help setup serve test check format bench
 
 help:
-	@echo "make serve   serve the shipped model on 127.0.0.1:8000 (OpenAI-compatible)"
+	@echo "make serve   serve the shipped model on 127.0.0.1:8000 (OpenAI-compatible) and the policies on 8100"
 	@echo "make test    run the tests"
 	@echo "make check   lint, formatting, types, imports between the rooms"
 	@echo "make format  rewrite the files as check wants them"
@@ -21,7 +21,7 @@ $(STAMP): pyproject.toml constraints/cpu.txt scripts/install.py
 	@$(PYTHON) scripts/install.py
 
 serve: setup
-	@$(BIN)/gated-serving serve $(ARGS)
+	@$(BIN)/python scripts/serve.py $(ARGS)
 
 test: setup
 	@$(BIN)/pytest $(ARGS)
@@ -44,3 +44,6 @@ bench: setup
 	@$(BIN)/python benchmarks/rl/activation_memory.py
 	@$(BIN)/python benchmarks/rl/export.py
 	@$(BIN)/python benchmarks/rl/inference_precision.py
+	@$(BIN)/python benchmarks/policy/protocols.py
+	@$(BIN)/python benchmarks/policy/fuzz.py
+	@$(BIN)/python benchmarks/policy/soak.py

@@ -78,7 +78,7 @@ class FastLaneProtocol(HttpToolsProtocol):
 
     def data_received(self, data: bytes) -> None:
         """Takes the short way if it can, the long one if not."""
-        if self._answering:
+        if self._answering or self._write_blocked:
             self._hold(data)
             return
         if self._head is not None:

@@ -108,7 +108,15 @@ async def lane(*, keys: tuple[str, ...] = (), inline: bool = False, **batching: 
     listening = socket.create_server(("127.0.0.1", 0))
     running = Lane(engine, served, listening.getsockname()[1], None)  # type: ignore[arg-type]
     protocol = fast_lane(running, running, ApiKeys([SecretStr(key) for key in keys]), max_body_bytes=MAX_BODY_BYTES)
-    config = uvicorn.Config(running.long_way, interface="asgi3", http=protocol, lifespan="off", log_config=None, server_header=False)
+    config = uvicorn.Config(
+        running.long_way,
+        interface="asgi3",
+        http=protocol,
+        lifespan="off",
+        log_config=None,
+        server_header=False,
+        timeout_graceful_shutdown=2,  # a test that failed may have left a connection open
+    )
     running.server = uvicorn.Server(config)
     serving = asyncio.create_task(running.server._serve([listening]))
     try:
@@ -319,6 +327,10 @@ def test_what_is_not_plain_goes_the_long_way_and_the_connection_goes_on(data: by
         ["Content-Length: 5, 5"],
         ["Content-Length: -1"],
         ["Content-Length: +5"],
+        ["Content-Length: 0x5"],
+        ["Content-Length: 1.0"],
+        ["Content-Length:"],
+        ["Content-Length: " + "9" * 30],
         ["Content-Length: 5", "Content-Length: 50"],
         ["Content-Length: 5", "Transfer-Encoding: chunked"],
         ["X\x00: y", "Content-Length: 2"],

@@ -1,0 +1,112 @@
+"""10,000 malformed binary-tensor bodies and 10,000 malformed WebSocket frames: no 5xx, no crash, memory flat.
+
+Bodies and frames are mutations of good ones from a seeded generator (tests/hostile_frames.py). Schemathesis on the
+OpenAPI runs in the tests and, with more examples, here.
+
+    python benchmarks/policy/fuzz.py [--number 10000] [--seed 0] [--examples 200]
+"""
+
+from __future__ import annotations
+
+import argparse
+import http.client
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import psutil
+from websockets.exceptions import ConnectionClosed
+from websockets.sync.client import connect
+
+sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[2] / "tests")]  # run as a script
+
+from hostile_frames import broken_frames, broken_infer_bodies
+from record import keep_record
+from served_policies import RunningPolicyServer, running_policy_server
+
+MEMORY_AIM_MB = 10.0
+
+
+def main() -> None:
+    """Runs, prints and keeps."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--number", type=int, default=10_000)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--examples", type=int, default=200, help="of schemathesis, each operation; 0 leaves it out")
+    parser.add_argument("--keep", action=argparse.BooleanOptionalAction, default=True, help="write benchmarks/results")
+    arguments = parser.parse_args()
+    rows: list[dict[str, Any]] = []
+    verdicts: list[str] = []
+    with tempfile.TemporaryDirectory() as name, running_policy_server(None, Path(name) / "log") as server:
+        (worker,) = psutil.Process(server.process.pid).children()
+        for target, attack in (("binary tensors", attack_tensors), ("WebSocket frames", attack_socket)):
+            attack(server, 1000, arguments.seed + 1)  # warm: buffers, caches and compiled patterns are there
+            before = worker.memory_info().rss / 1e6
+            counts = attack(server, arguments.number, arguments.seed)
+            grown = worker.memory_info().rss / 1e6 - before
+            bad = sum(number for status, number in counts.items() if status.startswith(("5", "internal", "engine")))
+            rows.append({"target": target, "sent": arguments.number, "answers": dict(counts), "MB grown": grown})
+            verdicts.append(f"{target}: {bad} server errors (aim 0), memory {grown:+.1f} MB (aim {MEMORY_AIM_MB:g})")
+        if arguments.examples:
+            found = schemathesis_run(server, arguments.examples)
+            rows.append({"target": "schemathesis on the OpenAPI", "sent": "", "answers": found, "MB grown": ""})
+            verdicts.append(f"schemathesis: {found}")
+        alive = worker.is_running() and server.process.poll() is None
+        verdicts.append(f"the worker is {'the same process as at the start' if alive else 'GONE'}")
+        verdicts.append(f"the log has {server.text().count('Traceback')} tracebacks")
+    method = f"Seed {arguments.seed}; one worker, the shipped policy; mutations of good requests, 1,000 others before to warm."
+    if arguments.keep:
+        keep_record("policy-fuzz", method=method, rows=rows, verdicts=verdicts)
+    else:
+        print(*rows, *verdicts, sep="\n")
+
+
+def attack_tensors(server: RunningPolicyServer, number: int, seed: int) -> Counter[str]:
+    """Answers by status."""
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=30)
+    counts: Counter[str] = Counter()
+    for body, length in broken_infer_bodies(number, seed):
+        headers = {"Inference-Header-Content-Length": length, "Content-Type": "application/octet-stream"}
+        connection.request("POST", "/v2/models/fetch-reach/infer", body, headers)
+        answer = connection.getresponse()
+        answer.read()
+        counts[str(answer.status)] += 1
+    connection.close()
+    return counts
+
+
+def attack_socket(server: RunningPolicyServer, number: int, seed: int) -> Counter[str]:
+    """Answers by kind: an action, or the code of the error."""
+    counts: Counter[str] = Counter()
+    socket: Any = None
+    for frame in broken_frames(number, seed):
+        if socket is None:
+            socket = connect(f"ws://127.0.0.1:{server.port}/", compression=None)
+            socket.recv()
+        try:
+            socket.send(frame)
+            answer = socket.recv(30)
+        except ConnectionClosed:
+            counts["closed"] += 1
+            socket = None
+            continue
+        counts[answer.partition(":")[0] if isinstance(answer, str) else "action"] += 1
+    if socket is not None:
+        socket.close()
+    return counts
+
+
+def schemathesis_run(server: RunningPolicyServer, examples: int) -> str:
+    """The last line of its own report."""
+    program = str(Path(sys.executable).parent / "schemathesis")
+    command = [program, "run", f"{server.address}/openapi.json", "--checks", "not_a_server_error"]
+    options = ["--max-examples", str(examples), "--seed", "0", "--no-color"]
+    result = subprocess.run([*command, *options], capture_output=True, text=True, check=False)
+    return next((line.strip(" =") for line in reversed(result.stdout.splitlines()) if line.strip(" =")), result.stderr[-200:])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,91 @@
+"""Malformed requests of every kind: none gets a 5xx, none brings the server down (10,000 of each: benchmarks/policy/fuzz.py)."""
+
+from __future__ import annotations
+
+import http.client
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import schemathesis
+from hostile_frames import broken_frames, broken_infer_bodies
+from hypothesis import HealthCheck, settings
+from schemathesis.checks import not_a_server_error
+from served_policies import RunningPolicyServer, running_policy_server
+from websockets.exceptions import ConnectionClosed
+from websockets.sync.client import connect
+
+NUM_FRAMES = 500
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningPolicyServer]:
+    with running_policy_server(None, tmp_path_factory.mktemp("server") / "log") as running:
+        yield running
+        assert running.process.poll() is None
+        assert "Traceback" not in running.text()
+
+
+@pytest.fixture(scope="module")
+def api_schema(server: RunningPolicyServer) -> schemathesis.BaseSchema:
+    return schemathesis.openapi.from_url(f"{server.address}/openapi.json")
+
+
+schema = schemathesis.pytest.from_fixture("api_schema")
+
+
+@schema.parametrize()
+@settings(max_examples=15, deadline=None, suppress_health_check=list(HealthCheck))
+def test_the_openapi_holds(case: schemathesis.Case) -> None:
+    response = case.call(timeout=30)
+    case.validate_response(response, checks=[not_a_server_error])
+
+
+def test_broken_binary_tensors(server: RunningPolicyServer) -> None:
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=30)
+    statuses: set[int] = set()
+    for body, length in broken_infer_bodies(NUM_FRAMES, seed=0):
+        headers = {"Inference-Header-Content-Length": length, "Content-Type": "application/octet-stream"}
+        connection.request("POST", "/v2/models/fetch-reach/infer", body, headers)
+        answer = connection.getresponse()
+        answer.read()
+        statuses.add(answer.status)
+    assert 400 in statuses
+    assert statuses <= {200, 400, 413, 422}
+
+
+def test_broken_act_requests(server: RunningPolicyServer) -> None:
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=30)
+    statuses: set[int] = set()
+    for body, _ in broken_infer_bodies(NUM_FRAMES, seed=1):
+        connection.request("POST", "/v1/policies/fetch-reach/act", body, {"Content-Type": "application/json"})
+        answer = connection.getresponse()
+        answer.read()
+        statuses.add(answer.status)
+    assert statuses == {400}
+
+
+def test_broken_frames(server: RunningPolicyServer) -> None:
+    socket = None
+    num_answers = 0
+    for frame in broken_frames(NUM_FRAMES, seed=2):
+        if socket is None:
+            socket = connect(f"ws://127.0.0.1:{server.port}/", compression=None)
+            socket.recv()
+        try:
+            socket.send(frame)
+            answer = socket.recv(30)
+        except ConnectionClosed:
+            socket = None
+            continue
+        num_answers += 1
+        assert isinstance(answer, bytes) or not answer.startswith(("internal_error", "engine_failed")), answer
+    assert num_answers == NUM_FRAMES
+    if socket is not None:
+        socket.close()
+
+
+def test_it_still_acts_afterwards(server: RunningPolicyServer, tmp_path: Path) -> None:
+    status, content = server.act([0.0] * 13, name="fetch-reach")
+    assert status == 200
+    assert len(content["action"]) == 4
