@@ -87,16 +87,19 @@ class ObservationParser:
     def _plain_single(self, value: Any) -> dict[str, Array] | None:
         """One observation without a fault, which is nearly every request; None for what has to be looked at closely."""
         if type(value) is list:
-            if not _are_plain_numbers(value, self._total):
+            if not _are_plain_numbers(cast("list[Any]", value), self._total):
                 return None
             row = np.array((value,), np.float32)
             return {name: row[:, span] for name, span in zip(self._order, self._spans, strict=True)}
-        if type(value) is not dict or len(value) != len(self._order):
+        if type(value) is not dict:
+            return None
+        named = cast("dict[str, Any]", value)
+        if len(named) != len(self._order):
             return None
         fields: dict[str, Array] = {}
         for name, size in zip(self._order, self._sizes, strict=True):
-            numbers = value.get(name)
-            if type(numbers) is not list or not _are_plain_numbers(numbers, size):
+            numbers = named.get(name)
+            if type(numbers) is not list or not _are_plain_numbers(cast("list[Any]", numbers), size):
                 return None
             fields[name] = np.array((numbers,), np.float32)
         return fields

@@ -19,7 +19,12 @@ def good_infer_body() -> tuple[bytes, int]:
     """A binary infer request for the shipped policy, and the length of its JSON."""
     arrays = {"observation": np.zeros((2, 10), np.float32), "desired_goal": np.zeros((2, 3), np.float32)}
     inputs = [
-        {"name": name, "shape": list(values.shape), "datatype": "FP32", "parameters": {"binary_data_size": values.nbytes}}
+        {
+            "name": name,
+            "shape": list(values.shape),
+            "datatype": "FP32",
+            "parameters": {"binary_data_size": values.nbytes},
+        }
         for name, values in arrays.items()
     ]
     header = json.dumps({"inputs": inputs, "parameters": {"binary_data_output": True}}).encode()
@@ -36,13 +41,23 @@ def broken_infer_bodies(number: int, seed: int) -> Iterator[tuple[bytes, str]]:
         if kind == 0:
             body = body[: chosen.randrange(len(body))]
         elif kind == 1:
-            announced = chosen.choice(["", "-1", "0", "abc", "9" * 30, str(length + chosen.randint(-9, 9)), "1e3", " 5"])
+            announced = chosen.choice(
+                ["", "-1", "0", "abc", "9" * 30, str(length + chosen.randint(-9, 9)), "1e3", " 5"]
+            )
         elif kind == 2:  # a value of the JSON becomes another
             text = good[:length].decode()
             places = [index for index, letter in enumerate(text) if letter in ":,["]
             place = chosen.choice(places) + 1
-            text = text[:place] + chosen.choice(_ODD_JSON) + text[place:].partition(",")[1] + text[place:].partition(",")[2]
-            body, announced = bytearray(text.encode("utf-8", "surrogatepass") + good[length:]), str(len(text.encode("utf-8", "surrogatepass")))
+            text = (
+                text[:place]
+                + chosen.choice(_ODD_JSON)
+                + text[place:].partition(",")[1]
+                + text[place:].partition(",")[2]
+            )
+            body, announced = (
+                bytearray(text.encode("utf-8", "surrogatepass") + good[length:]),
+                str(len(text.encode("utf-8", "surrogatepass"))),
+            )
         elif kind == 3:  # not finite
             for _ in range(chosen.randint(1, 4)):
                 place = length + 4 * chosen.randrange((len(good) - length) // 4)
@@ -67,7 +82,9 @@ def broken_frames(number: int, seed: int) -> Iterator[bytes]:
         elif kind == 1:
             frame = bytearray(chosen.randrange(256) for _ in range(chosen.randint(0, 200)))
         elif kind == 2:
-            frame = bytearray(pack({"observation": [chosen.choice([1e39, 0.0, -1.0, 2**63]) for _ in range(chosen.randint(0, 12))]}))
+            frame = bytearray(
+                pack({"observation": [chosen.choice([1e39, 0.0, -1.0, 2**63]) for _ in range(chosen.randint(0, 12))]})
+            )
         for _ in range(chosen.randint(1, 6)):
             if frame:
                 frame[chosen.randrange(len(frame))] = chosen.randrange(256)

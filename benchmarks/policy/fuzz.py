@@ -105,7 +105,9 @@ def schemathesis_run(server: RunningPolicyServer, examples: int) -> str:
     command = [program, "run", f"{server.address}/openapi.json", "--checks", "not_a_server_error"]
     options = ["--max-examples", str(examples), "--seed", "0", "--no-color"]
     result = subprocess.run([*command, *options], capture_output=True, text=True, check=False)
-    return next((line.strip(" =") for line in reversed(result.stdout.splitlines()) if line.strip(" =")), result.stderr[-200:])
+    return next(
+        (line.strip(" =") for line in reversed(result.stdout.splitlines()) if line.strip(" =")), result.stderr[-200:]
+    )
 
 
 if __name__ == "__main__":

@@ -120,7 +120,9 @@ def wires() -> list[Wire]:
     ).encode()
     header = json.dumps(
         {
-            "inputs": [{**tensor, "parameters": {"binary_data_size": arrays[tensor["name"]].nbytes}} for tensor in tensors],
+            "inputs": [
+                {**tensor, "parameters": {"binary_data_size": arrays[tensor["name"]].nbytes}} for tensor in tensors
+            ],
             "outputs": [{"name": "action", "parameters": {"binary_data": True}}],
         }
     ).encode()
@@ -226,7 +228,9 @@ async def run_grpc(connections: int, seconds: float) -> tuple[float, list[float]
     request.outputs.add(name="action")
     times: list[float] = []
     options = [("grpc.use_local_subchannel_pool", 1)]
-    channels = [grpc.aio.insecure_channel(f"127.0.0.1:{GRPC_PORT}", options=options) for _ in range(min(connections, 8))]
+    channels = [
+        grpc.aio.insecure_channel(f"127.0.0.1:{GRPC_PORT}", options=options) for _ in range(min(connections, 8))
+    ]
     stubs = [service_pb2_grpc.GRPCInferenceServiceStub(channel) for channel in channels]
     end = time.perf_counter() + seconds
 

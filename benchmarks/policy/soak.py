@@ -185,7 +185,10 @@ def soak(
     lost = [moment for moment in loops.broken_at if abs(moment - killed_at) > 2.0]
     answered = sum(number for kind, number in loops.counts.items() if kind.endswith("answered"))
     at_kill = len(loops.broken_at) - len(lost)
-    early, late = np.median(memory_mb[len(memory_mb) // 4 : len(memory_mb) // 2]), np.median(memory_mb[-len(memory_mb) // 4 :])
+    early, late = (
+        np.median(memory_mb[len(memory_mb) // 4 : len(memory_mb) // 2]),
+        np.median(memory_mb[-len(memory_mb) // 4 :]),
+    )
     row = {
         "answered": answered,
         "requests/s": answered / seconds,
@@ -220,7 +223,9 @@ def _seconds_until_back(server: RunningPolicyServer, supervisor: psutil.Process,
     """Until as many workers as before run and new connections are answered, over and over."""
     started = time.monotonic()
     while True:
-        children = [child for child in supervisor.children() if child.pid != victim and child.status() != psutil.STATUS_ZOMBIE]
+        children = [
+            child for child in supervisor.children() if child.pid != victim and child.status() != psutil.STATUS_ZOMBIE
+        ]
         listening = [child for child in children if len(child.net_connections("tcp")) > 0 and child.num_threads() > 1]
         if len(listening) >= 2 and _live_in_all(server, version):
             return time.monotonic() - started

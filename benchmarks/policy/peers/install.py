@@ -1,6 +1,6 @@
 """Makes an environment for every peer; some minutes and 2 GB the first time.
 
-    python benchmarks/policy/peers/install.py FOLDER
+python benchmarks/policy/peers/install.py FOLDER
 """
 
 from __future__ import annotations

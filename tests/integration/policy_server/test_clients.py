@@ -98,7 +98,8 @@ def test_triton_draws_by_seed(triton: tuple[Any, Any]) -> None:
     module, client = triton
     inputs = inputs_of(module, OBSERVATION, GOAL)
     drawn = [
-        client.infer("tiny", inputs, parameters={"deterministic": False, "seed": seed}).as_numpy("action") for seed in (1, 1, 2)
+        client.infer("tiny", inputs, parameters={"deterministic": False, "seed": seed}).as_numpy("action")
+        for seed in (1, 1, 2)
     ]
     np.testing.assert_array_equal(drawn[0], drawn[1])
     assert (drawn[0] != drawn[2]).all()
@@ -151,7 +152,10 @@ def test_triton_is_told_of_unknown_names(triton: tuple[Any, Any]) -> None:
         (lambda: client.infer("nope", inputs), "there is no policy 'nope'"),
         (lambda: client.infer("tiny", inputs[:1]), r"inputs\.goal: is missing"),
         (lambda: client.infer("tiny", inputs, model_version="2"), "version 2 of tiny is not live"),
-        (lambda: client.infer("tiny", inputs, outputs=[module.InferRequestedOutput("reward")]), "the policy gives action"),
+        (
+            lambda: client.infer("tiny", inputs, outputs=[module.InferRequestedOutput("reward")]),
+            "the policy gives action",
+        ),
         (lambda: client.load_model("nope"), "no policy 'nope'"),
     ):
         with pytest.raises(InferenceServerException, match=words):
@@ -291,7 +295,9 @@ def test_a_socket_can_name_policy_version_and_draw(server: RunningPolicyServer) 
         ("timeout_ms=soon", "a number is expected"),
     ],
 )
-def test_a_socket_with_wrong_parameters_is_told_so_and_closed(server: RunningPolicyServer, query: str, words: str) -> None:
+def test_a_socket_with_wrong_parameters_is_told_so_and_closed(
+    server: RunningPolicyServer, query: str, words: str
+) -> None:
     with connect(f"ws://127.0.0.1:{server.port}/?{query}", compression=None) as socket:
         assert words in str(socket.recv())
         with pytest.raises(ConnectionClosed):

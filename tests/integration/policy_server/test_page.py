@@ -15,7 +15,9 @@ import pytest
 from playwright.sync_api import Browser, ConsoleMessage, Page, expect, sync_playwright
 from served_policies import RunningPolicyServer, running_policy_server, write_policy
 
-CHROMIUM = next((path for name in ("chromium", "chromium-browser", "google-chrome") if (path := shutil.which(name))), None)
+CHROMIUM = next(
+    (path for name in ("chromium", "chromium-browser", "google-chrome") if (path := shutil.which(name))), None
+)
 FLAGS = ["--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking"]
 LIMIT_MS = 30_000
 
@@ -65,7 +67,9 @@ def load(port: int, body: dict[str, Any], name: str) -> Iterator[None]:
     def run() -> None:
         connection = http.client.HTTPConnection("127.0.0.1", port, timeout=20)
         while not ended.is_set():
-            connection.request("POST", f"/v1/policies/{name}/act", json.dumps(body), {"Content-Type": "application/json"})
+            connection.request(
+                "POST", f"/v1/policies/{name}/act", json.dumps(body), {"Content-Type": "application/json"}
+            )
             connection.getresponse().read()
         connection.close()
 
@@ -98,7 +102,9 @@ def test_its_charts_move_under_load(browser: Browser, server: RunningPolicyServe
         expect(page.locator("#latency-legend")).to_contain_text("p99")
         assert page.locator("#latency path").first.get_attribute("d")
         page.wait_for_function("document.querySelectorAll('#batches text').length > 8")
-        page.wait_for_function("[...document.querySelectorAll('#batches rect')].some((bar) => bar.height.baseVal.value > 5)")
+        page.wait_for_function(
+            "[...document.querySelectorAll('#batches rect')].some((bar) => bar.height.baseVal.value > 5)"
+        )
 
 
 def test_its_form_is_made_of_the_manifest_and_answers(browser: Browser, server: RunningPolicyServer) -> None:

@@ -126,12 +126,20 @@ def test_pipelined_requests_are_answered_in_their_order(server: RunningPolicySer
     stream = b"".join(http(body) for body in bodies[:-1]) + http(bodies[-1], "Connection: close")
     for parts in ([stream], [stream[:333], stream[333:1000], stream[1000:]]):
         answer = raw(server, *parts)
-        found = [json.loads(part.split(b"\r\n\r\n")[1].split(b"HTTP/1.1")[0]) for part in answer.split(b"HTTP/1.1 200 OK")[1:]]
+        found = [
+            json.loads(part.split(b"\r\n\r\n")[1].split(b"HTTP/1.1")[0])
+            for part in answer.split(b"HTTP/1.1 200 OK")[1:]
+        ]
         assert [content["action"][0] for content in found] == list(range(20))
 
 
 def test_pipelined_requests_of_both_ways_keep_their_order(server: RunningPolicyServer) -> None:
-    stream = http(GOOD) + http(b"", path="/healthz", method="GET") + http(GOOD) + http(b"", "Connection: close", path="/readyz", method="GET")
+    stream = (
+        http(GOOD)
+        + http(b"", path="/healthz", method="GET")
+        + http(GOOD)
+        + http(b"", "Connection: close", path="/readyz", method="GET")
+    )
     answer = raw(server, stream)
     order = [answer.index(b'"action"'), answer.index(b'"ok"'), answer.rindex(b'"action"'), answer.index(b'"ready"')]
     assert order == sorted(order)
@@ -151,7 +159,12 @@ def test_a_connection_is_kept_and_can_change_its_way(server: RunningPolicyServer
     connection.connect()
     sock = connection.sock
     for _ in range(3):
-        for method, path, body in (("POST", ACT, GOOD), ("GET", "/v1/policies", None), ("POST", ACT, b"{"), ("GET", "/nope", None)):
+        for method, path, body in (
+            ("POST", ACT, GOOD),
+            ("GET", "/v1/policies", None),
+            ("POST", ACT, b"{"),
+            ("GET", "/nope", None),
+        ):
             connection.request(method, path, body)
             connection.getresponse().read()
             assert connection.sock is sock
@@ -167,7 +180,14 @@ def test_a_client_that_goes_away_harms_nobody(server: RunningPolicyServer) -> No
 
 
 @pytest.mark.parametrize(
-    "garbage", [b"\x16\x03\x01\x02\x00\x01\x00", b"GET\r\n\r\n", b"POST /v1/policies/x/act HTTP/9.9\r\n\r\n", b"\r\n" * 50, b"x" * 100_000]
+    "garbage",
+    [
+        b"\x16\x03\x01\x02\x00\x01\x00",
+        b"GET\r\n\r\n",
+        b"POST /v1/policies/x/act HTTP/9.9\r\n\r\n",
+        b"\r\n" * 50,
+        b"x" * 100_000,
+    ],
 )
 def test_garbage_is_refused(server: RunningPolicyServer, garbage: bytes) -> None:
     answer = raw(server, garbage)
@@ -241,7 +261,9 @@ def test_metrics_are_counted(server: RunningPolicyServer) -> None:
 
 def _count(text: str) -> float:
     line = next(
-        line for line in text.splitlines() if line.startswith("policy_requests_total") and 'policy="tiny"' in line and '"http"' in line and '"200"' in line
+        line
+        for line in text.splitlines()
+        if line.startswith("policy_requests_total") and 'policy="tiny"' in line and '"http"' in line and '"200"' in line
     )
     return float(line.split()[-1])
 
@@ -252,7 +274,10 @@ def test_stopping_finishes_what_was_begun_and_leaves_nothing(tmp_path: Path, num
     write_policy(repository)
     (repository / "tiny" / "serving.json").write_text('{"batching": {"max_delay_ms": 1500}}')
     with running_policy_server(repository, tmp_path / "log", "--workers", "2") as server:
-        processes = [server.process.pid, *(child.pid for child in psutil.Process(server.process.pid).children(recursive=True))]
+        processes = [
+            server.process.pid,
+            *(child.pid for child in psutil.Process(server.process.pid).children(recursive=True)),
+        ]
         found = [psutil.Process(pid) for pid in processes]
         answers: list[int] = []
         thread = threading.Thread(target=lambda: answers.append(server.act([1, 2, 3])[0]))
@@ -316,7 +341,9 @@ def test_keys_are_asked_for_everywhere_but_at_the_health_checks(tmp_path: Path) 
         body = {"observation": [1, 2, 3]}
         assert server.request(ACT, body)[0] == 401
         assert server.request(ACT, body, headers={"Authorization": "Bearer wrong"})[0] == 401
-        status, content, headers = server.request(ACT, body, headers={"Authorization": "Bearer wrong", "Origin": "http://x"})
+        status, content, headers = server.request(
+            ACT, body, headers={"Authorization": "Bearer wrong", "Origin": "http://x"}
+        )
         assert (status, content["error"]["code"], headers["www-authenticate"]) == (401, "unauthorized", "Bearer")
         assert server.request(ACT, body, headers={"Authorization": "Bearer first-key"})[0] == 200
         assert server.request(ACT, body, headers={"X-API-Key": "second-key"})[0] == 200
@@ -327,7 +354,9 @@ def test_keys_are_asked_for_everywhere_but_at_the_health_checks(tmp_path: Path) 
 def test_other_origins_may_call_only_when_they_are_let(tmp_path: Path) -> None:
     write_policy(tmp_path / "repository")
     origin = {"Origin": "http://robots.example"}
-    with running_policy_server(tmp_path / "repository", tmp_path / "log", "--cors-origin", "http://robots.example") as server:
+    with running_policy_server(
+        tmp_path / "repository", tmp_path / "log", "--cors-origin", "http://robots.example"
+    ) as server:
         _, _, headers = server.request(ACT, {"observation": [1, 2, 3]}, headers=origin)
         assert headers["access-control-allow-origin"] == "http://robots.example"
         _, _, headers = server.request(ACT, {"observation": [1, 2, 3]}, headers={"Origin": "http://other.example"})

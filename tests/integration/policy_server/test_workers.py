@@ -18,7 +18,7 @@ BODY = json.dumps({"observation": [1, 1, 1]})
 
 def live_everywhere(server: RunningPolicyServer, version: int, *, num_asked: int = 30) -> bool:
     """Asks over new connections, which the kernel spreads over the workers."""
-    found = {server.act([1, 1, 1]) [1].get("version") for _ in range(num_asked)}
+    found = {server.act([1, 1, 1])[1].get("version") for _ in range(num_asked)}
     return found == {version}
 
 
@@ -87,7 +87,9 @@ def test_changes_reach_every_worker_and_no_request_is_lost(tmp_path: Path) -> No
             until(lambda: live_everywhere(server, 3, num_asked=10))
             assert server.request("/v1/policies/tiny/canary", {"version": 1, "share": 1.0}, method="PUT")[0] == 200
             by_session = {
-                server.request("/v1/policies/tiny/act", {"observation": [1, 1, 1], "session_id": str(index)})[1]["version"]
+                server.request("/v1/policies/tiny/act", {"observation": [1, 1, 1], "session_id": str(index)})[1][
+                    "version"
+                ]
                 for index in range(20)
             }
             assert by_session == {1}

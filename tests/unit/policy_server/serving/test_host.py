@@ -67,7 +67,13 @@ def test_the_highest_version_is_live(tmp_path: Path) -> None:
 
 
 def test_actions_stay_within_the_bounds_whatever_the_graph_gives(tmp_path: Path) -> None:
-    action = {"shape": [3], "low": [-1.0, None, 0.5], "high": [1.0, None, None], "kind": "continuous", "dtype": "float32"}
+    action = {
+        "shape": [3],
+        "low": [-1.0, None, 0.5],
+        "high": [1.0, None, None],
+        "kind": "continuous",
+        "dtype": "float32",
+    }
     write_policy(tmp_path, changes={"action": action})
 
     async def test(host: PolicyHost) -> None:
@@ -337,7 +343,9 @@ def test_drawn_actions_follow_their_seed_and_not_their_batch(tmp_path: Path) -> 
     with_host(tmp_path, test)
 
 
-@pytest.mark.parametrize(("kind", "mean", "deviation"), [("standard_normal", 0.0, 1.0), ("standard_gumbel", 0.5772, 1.2825)])
+@pytest.mark.parametrize(
+    ("kind", "mean", "deviation"), [("standard_normal", 0.0, 1.0), ("standard_gumbel", 0.5772, 1.2825)]
+)
 def test_noise_has_its_distribution(kind: str, mean: float, deviation: float) -> None:
     noise = draw_noise(kind, (20_000, 2), 0)
     assert noise.dtype == np.float32

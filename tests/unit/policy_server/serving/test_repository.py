@@ -177,7 +177,9 @@ def test_a_model_without_external_data_passes() -> None:
     refuse_external_data(make_model(1, fields={"goal": 2}, distribution=True).SerializeToString())
 
 
-@pytest.mark.parametrize("content", [b"", b"no onnx at all", b"\x00" * 100, b"\xff" * 1000, b"\x3a\xff\xff\xff\xff\x0f"])
+@pytest.mark.parametrize(
+    "content", [b"", b"no onnx at all", b"\x00" * 100, b"\xff" * 1000, b"\x3a\xff\xff\xff\xff\x0f"]
+)
 def test_what_is_no_model_is_refused(tmp_path: Path, content: bytes) -> None:
     refusal(write_policy(tmp_path, model=content))
 

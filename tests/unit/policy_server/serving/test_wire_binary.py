@@ -46,7 +46,14 @@ def test_parameters_outputs_and_id_are_read() -> None:
         {"x": np.ones(1, np.float32)},
         id="7",
         outputs=[{"name": "action", "parameters": {"binary_data": False}}, {"name": "mean"}],
-        parameters={"binary_data_output": True, "timeout": 2500, "seed": 3, "deterministic": False, "sequence_id": 42, "priority": 0},
+        parameters={
+            "binary_data_output": True,
+            "timeout": 2500,
+            "seed": 3,
+            "deterministic": False,
+            "sequence_id": 42,
+            "priority": 0,
+        },
     )
     request = parse_infer(body, length)
     assert (request.request_id, request.outputs) == ("7", ["action", "mean"])
@@ -148,7 +155,12 @@ def test_ten_thousand_broken_bodies_raise_nothing_else() -> None:
 
 
 def test_arrays_and_numbers_come_through_msgpack() -> None:
-    content = {"a": np.arange(6, dtype="<f8").reshape(2, 3), "b": np.float32(1.5), "c": [1, 2.5, "text"], "d": np.int64(7)}
+    content = {
+        "a": np.arange(6, dtype="<f8").reshape(2, 3),
+        "b": np.float32(1.5),
+        "c": [1, 2.5, "text"],
+        "d": np.int64(7),
+    }
     found = unpack(pack(content))
     np.testing.assert_array_equal(found["a"], content["a"])
     assert found["a"].dtype == np.float64
