@@ -105,7 +105,7 @@ class FastLaneProtocol(HttpToolsProtocol):
             super().data_received(data)
 
     def _cycle_runs(self) -> bool:
-        return self.cycle is not None and not self.cycle.response_complete
+        return not getattr(self.cycle, "response_complete", True)  # there is none before the first request
 
     def _understand(self, block: bytes) -> ActHead | None:
         """The head, if it is plain; ``_length`` is its body's then.
@@ -295,5 +295,13 @@ def fast_lane(host: Finder, metrics: RequestObserver, keys: ApiKeys, *, max_body
         keys: Who is let in.
         max_body_bytes: Larger bodies go the long way, which refuses them.
     """
-    attributes = {"host": host, "metrics": metrics, "keys": keys, "max_body_bytes": max_body_bytes, "heads": {}}
-    return type("BoundFastLaneProtocol", (FastLaneProtocol,), attributes)
+
+    class BoundFastLaneProtocol(FastLaneProtocol):
+        pass
+
+    BoundFastLaneProtocol.host = host
+    BoundFastLaneProtocol.metrics = metrics
+    BoundFastLaneProtocol.keys = keys
+    BoundFastLaneProtocol.max_body_bytes = max_body_bytes
+    BoundFastLaneProtocol.heads = {}
+    return BoundFastLaneProtocol
