@@ -277,7 +277,12 @@ def serve_policy(
         typer.echo(f"error: {error.name} is not installed: pip install 'gated-serving[policy]'", err=True)
         raise typer.Exit(3) from None
 
-    batching = {"max_batch": max_batch, "max_delay_ms": max_delay_ms, "max_queue": max_queue, "deadline_ms": deadline_ms}
+    batching = {
+        "max_batch": max_batch,
+        "max_delay_ms": max_delay_ms,
+        "max_queue": max_queue,
+        "deadline_ms": deadline_ms,
+    }
     try:
         code = serve_policy_command(
             say=typer.echo,

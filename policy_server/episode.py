@@ -24,6 +24,7 @@ from importlib.util import find_spec
 from io import BytesIO
 from typing import Any, cast
 
+import numpy as np
 from starlette.websockets import WebSocket
 
 from policy_server.manifest import Manifest
@@ -178,7 +179,11 @@ def _play(environment: Any, arguments: argparse.Namespace) -> None:
     fields = _fields_of(arguments.address, arguments.policy)
     for step in range(1, min(limit, _LONGEST_EPISODE) + 1):
         started = time.perf_counter()
-        action = _act(arguments.address, arguments.policy, {name: observation[name].tolist() for name in fields})
+        action = _act(
+            arguments.address,
+            arguments.policy,
+            {name: np.asarray(cast("Any", observation)[name]).tolist() for name in fields},
+        )
         latency_ms = 1e3 * (time.perf_counter() - started)
         observation, _, terminated, truncated, info = environment.step(action)
         _say(
@@ -202,8 +207,6 @@ def _fields_of(address: str, policy: str) -> list[str]:
 
 
 def _act(address: str, policy: str, observation: dict[str, Any]) -> Any:
-    import numpy as np
-
     return np.asarray(_ask(f"{address}/v1/policies/{policy}/act", {"observation": observation})["action"], np.float32)
 
 
@@ -227,10 +230,10 @@ def _ask(url: str, content: Any = None) -> Any:
 def _frame(environment: Any) -> str | None:
     if environment.render_mode != "rgb_array":
         return None
-    import imageio.v3
+    import imageio.v3 as imageio
 
     buffer = BytesIO()
-    imageio.v3.imwrite(buffer, environment.render(), extension=".jpg", quality=80)
+    cast("Any", imageio).imwrite(buffer, environment.render(), extension=".jpg", quality=80)
     return base64.b64encode(buffer.getvalue()).decode()
 
 

@@ -143,7 +143,7 @@ class _Service(_Servicer):
         async def describe() -> Any:
             found = model_config(self._host.find(request.name, _version(request.version)))
             config = _config_pb.ModelConfig()
-            cast("Any", _json_format()).Parse(json.dumps(found), config)
+            _json_format().Parse(json.dumps(found), config)
             return _pb.ModelConfigResponse(config=config)
 
         return await _answered(describe(), context)

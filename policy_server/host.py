@@ -14,7 +14,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Coroutine
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import watchfiles
 
@@ -31,6 +31,7 @@ from policy_server.settings import ServerSettings
 logger = logging.getLogger(__name__)
 
 _DEBOUNCE_MS = 50
+_awatch = cast("Any", watchfiles).awatch
 _RESCAN_MS = 5_000  # file systems without notifications are looked at this often
 _POLL_S = 0.02
 _FOLD_S = 0.2
@@ -455,7 +456,7 @@ class PolicyHost:
             folders.append(self.settings.repository)
         while not self._stopping.is_set():
             try:
-                async for _ in watchfiles.awatch(
+                async for _ in _awatch(
                     *folders,
                     watch_filter=None,
                     debounce=_DEBOUNCE_MS * 4,

@@ -2,7 +2,7 @@
 
 Every worker owns one small file of counters for each policy version, mapped into memory: counting is an addition in an
 array, a scrape adds up the files of all workers, and a worker that was killed leaves its counts behind for the one that
-takes its place. Requests are gathered in a list and counted together, a few times a second, so that one costs an append.
+takes its place. Requests are gathered in a list and counted together, a few times a second; one costs an append.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from policy_server.batcher import BatchRecord
 
 STAGES = ("queue", "inference", "total")
-TIME_BUCKETS_S = np.round(1e-4 * 1.5 ** np.arange(29), 7)
-"""Upper bounds from 0.1 ms to 8.5 s, each 1.5 times the one before: a percentile is within a few tenths of its value."""
+TIME_BUCKETS_S = np.asarray([round(1e-4 * 1.5**step, 7) for step in range(29)], np.float64)
+"""Upper bounds from 0.1 ms to 8.5 s, each 1.5 times the one before."""
 BATCH_BUCKETS = np.asarray([1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024], np.float64)
 PROTOCOLS = ("http", "oip", "grpc", "websocket")
 STATUSES = (200, 400, 401, 404, 409, 413, 422, 499, 500, 503, 504)
@@ -211,7 +211,7 @@ class _Collector:
         labels = ["policy", "version"]
         latency = HistogramMetricFamily(
             "policy_request_duration_seconds",
-            "Time of an act request by stage: waiting for the engine, running it, and all from the request's last byte.",
+            "Time of a request by stage: waiting for the engine, running it, all from its last byte on.",
             labels=[*labels, "stage"],
         )
         batches = HistogramMetricFamily("policy_batch_rows", "Observations of one run of the engine.", labels=labels)

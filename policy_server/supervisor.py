@@ -1,7 +1,7 @@
 """Keeps the worker processes: holds their sockets, starts them, starts them again, and ends them.
 
-It imports neither the engines nor the web framework, so that nothing a policy does can take it down. The sockets are its
-own: connections that come while a worker is being replaced wait in them and are not refused.
+It imports neither the engines nor the web framework, so that nothing a policy does can take it down. The sockets are
+its own: connections that come while a worker is being replaced wait in them and are not refused.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from typing import Any, cast
 
-import msgpack
+import msgpack  # pyright: ignore[reportMissingTypeStubs]
 import numpy as np
 
 from policy_server.engines.base import Array
@@ -18,7 +18,7 @@ from policy_server.errors import InvalidRequestError
 
 _KINDS = frozenset("biuf")
 _MAX_DIMENSIONS = 16
-_PACKER: Any = msgpack
+_PACKER = cast("Any", msgpack)  # it has no types
 _Content = dict[Any, Any]
 
 
@@ -59,9 +59,11 @@ def _array_of(content: _Content) -> Any:
 
 
 def _build(dtype: np.dtype[Any], shape: object, data: object) -> Array:
-    sizes = cast("list[Any]", shape) if isinstance(shape, list | tuple) else None
+    sizes = list(cast("list[Any]", shape)) if isinstance(shape, list | tuple) else None
     if sizes is None or len(sizes) > _MAX_DIMENSIONS or any(type(size) is not int or size < 0 for size in sizes):
-        raise InvalidRequestError(f"an array's shape: {str(shape)[:60]}, a list of sizes is expected", field="frame")
+        raise InvalidRequestError(
+            f"an array's shape: {repr(cast('object', shape))[:60]}, a list of sizes is expected", field="frame"
+        )
     if not isinstance(data, bytes) or len(data) != math.prod(sizes) * dtype.itemsize:
         found = f"{len(data)} bytes" if isinstance(data, bytes) else type(data).__name__
         raise InvalidRequestError(
@@ -97,5 +99,6 @@ def _map_of(value: Any) -> Any:
             b"shape": array.shape,
         }
     if isinstance(value, np.generic):
-        return {b"__npgeneric__": True, b"data": value.item(), b"dtype": value.dtype.str}
+        number = cast("Any", value)
+        return {b"__npgeneric__": True, b"data": number.item(), b"dtype": number.dtype.str}
     raise TypeError(f"a {type(value).__name__} cannot be sent")

@@ -1,7 +1,7 @@
 """The Open Inference Protocol's infer request and answer, as JSON and with the binary tensor extension.
 
-With the extension the body is a JSON object of a length that a header announces, followed by the tensors' bytes one after
-the other, little-endian and in C order. Pure functions; no HTTP and no engine.
+With the extension the body is a JSON object of a length that a header announces, followed by the tensors' bytes one
+after the other, little-endian and in C order. Pure functions; no HTTP and no engine.
 """
 
 from __future__ import annotations

@@ -11,7 +11,8 @@ import numpy as np
 from policy_server.wire_msgpack import pack
 
 _ODD_JSON = [
-    "null", "-1", "1e999", "NaN", "[]", "{}", '""', "true", "[[[[]]]]", '"FP32"', "9" * 40, "0.1", '"\\ud800"', '{"a":' * 50,
+    "null", "-1", "1e999", "NaN", "[]", "{}", '""', "true", "[[[[]]]]", '"FP32"', "9" * 40, "0.1", '"\\ud800"',
+    '{"a":' * 50,
 ]  # fmt: skip
 
 

@@ -21,7 +21,8 @@ import psutil
 from websockets.exceptions import ConnectionClosed
 from websockets.sync.client import connect
 
-sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[2] / "tests")]  # run as a script
+sys.path.insert(0, str(Path(__file__).parents[1]))  # run as a script: benchmarks/ is no package
+sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
 
 from hostile_frames import broken_frames, broken_infer_bodies
 from record import keep_record
@@ -57,7 +58,7 @@ def main() -> None:
         alive = worker.is_running() and server.process.poll() is None
         verdicts.append(f"the worker is {'the same process as at the start' if alive else 'GONE'}")
         verdicts.append(f"the log has {server.text().count('Traceback')} tracebacks")
-    method = f"Seed {arguments.seed}; one worker, the shipped policy; mutations of good requests, 1,000 others before to warm."
+    method = f"Seed {arguments.seed}; one worker, the shipped policy; mutations of good requests, 1,000 before to warm."
     if arguments.keep:
         keep_record("policy-fuzz", method=method, rows=rows, verdicts=verdicts)
     else:

@@ -22,17 +22,18 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import uvloop
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # run as a script: benchmarks/ is no package
 
-from policy_server.wire_msgpack import pack
 from random_actor import GOAL_SIZE, OBSERVATION_SIZE
 from record import keep_record
 from sides import OBSERVATION, PORT, Side, export_actor, ours, running
+
+from policy_server.wire_msgpack import pack
 
 CONNECTIONS = (1, 16, 64)
 GRPC_PORT = PORT + 5
@@ -221,7 +222,7 @@ async def run_grpc(connections: int, seconds: float) -> tuple[float, list[float]
     import grpc.aio
     from tritonclient.grpc import service_pb2, service_pb2_grpc
 
-    request: Any = service_pb2.ModelInferRequest(model_name="actor")
+    request: Any = cast("Any", service_pb2).ModelInferRequest(model_name="actor")
     for name, values in fields().items():
         request.inputs.add(name=name, datatype="FP32", shape=list(values.shape))
         request.raw_input_contents.append(values.tobytes())
@@ -283,9 +284,10 @@ def main() -> None:
         for connections in CONNECTIONS
     ]
     method = (
-        f"Actor of {arguments.depth} layers, width 256, 2 workers. {arguments.rounds} rounds of {arguments.seconds:g} s, every protocol in "
-        "turn; the median round counts. JSON, binary tensors and WebSocket are asked by one raw client that sends bytes "
-        "made beforehand; gRPC by grpc.aio, whose own cost is the larger part. Server and client share two cores."
+        f"Actor of {arguments.depth} layers, width 256, 2 workers. {arguments.rounds} rounds of "
+        f"{arguments.seconds:g} s, every protocol in turn; the median round counts. JSON, binary tensors and WebSocket "
+        "are asked by one raw client that sends bytes made beforehand; gRPC by grpc.aio, whose own cost is the larger "
+        "part. Server and client share two cores."
     )
     if arguments.keep:
         keep_record("policy-protocols", method=method, rows=rows, verdicts=verdicts)

@@ -1,8 +1,8 @@
 """Minutes under load with a new version every few seconds and one worker killed: is any request lost or wrong?
 
-Clients ask in closed loops over kept HTTP connections and WebSockets. Every version multiplies the observation by its own
-number, so each answer is checked against the version that it names. Versions come as folders that appear; old ones are
-removed. In the middle one of the workers is killed with SIGKILL: what breaks may only be what was under way on it.
+Clients ask in closed loops over kept HTTP connections and WebSockets. Every version multiplies the observation by its
+own number, so each answer is checked against the version that it names. Versions come as folders that appear; old ones
+are removed. In the middle one of the workers is killed with SIGKILL: what breaks may only be what was under way on it.
 
     python benchmarks/policy/soak.py [--minutes 10] [--workers 2] [--reload-s 5]
 """
@@ -28,11 +28,13 @@ import psutil
 from websockets.exceptions import ConnectionClosed
 from websockets.sync.client import connect
 
-sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[2] / "tests")]  # run as a script
+sys.path.insert(0, str(Path(__file__).parents[1]))  # run as a script: benchmarks/ is no package
+sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
 
-from policy_server.wire_msgpack import pack, unpack
 from record import keep_record
 from served_policies import RunningPolicyServer, running_policy_server, write_policy
+
+from policy_server.wire_msgpack import pack, unpack
 
 NUM_HTTP, NUM_SOCKETS = 6, 2
 KEPT_VERSIONS = 3
@@ -142,8 +144,8 @@ def main() -> None:
     verdicts.append(f"the server's log has {log.count('Traceback')} tracebacks")
     method = (
         f"{arguments.minutes:g} minutes, {arguments.workers} workers, {NUM_HTTP} HTTP connections and {NUM_SOCKETS} "
-        f"WebSockets in closed loops from Python threads, a new version folder every {arguments.reload_s:g} s, one worker "
-        "killed with SIGKILL at half time. Every answer is compared with what its version computes."
+        f"WebSockets in closed loops from Python threads, a new version folder every {arguments.reload_s:g} s, one "
+        "worker killed with SIGKILL at half time. Every answer is compared with what its version computes."
     )
     if arguments.keep:
         keep_record("policy-soak", method=method, rows=[row], verdicts=verdicts)
@@ -205,7 +207,7 @@ def soak(
     }
     ok = {True: "reached", False: "NOT reached"}
     verdicts = [
-        f"wrong answers: {len(loops.wrong)} (aim 0: {ok[not loops.wrong]}){''.join('; ' + text for text in loops.wrong[:3])}",
+        f"wrong answers: {len(loops.wrong)} (aim 0: {ok[not loops.wrong]}) {'; '.join(loops.wrong[:3])}".rstrip(),
         f"requests lost apart from the killed worker's: {len(lost)} (aim 0: {ok[not lost]}); "
         f"{at_kill} connections closed at the kill, the killed worker had {under_way} ({ok[at_kill <= under_way]})",
         f"the killed worker was back after {back_s:.2f} s (aim {BACK_LIMIT_S:g} s: {ok[back_s <= BACK_LIMIT_S]})",

@@ -43,7 +43,7 @@ class FakeEngine:
         self.free.set()
         self.entered = threading.Semaphore(0)
         """Released at the beginning of every run."""
-        self._function = function or (lambda given: {"action": np.asarray(given[first.name] * 2)})
+        self._function: Callable[[Mapping[str, Array]], dict[str, Array]] = function or self._double
         self._delay_s = delay_s
         self._stopped = False
 
@@ -62,6 +62,9 @@ class FakeEngine:
         if self._stopped:
             raise EngineError("stopped")
         return self._function(inputs)
+
+    def _double(self, given: Mapping[str, Array]) -> dict[str, Array]:
+        return {"action": np.asarray(given[self.inputs[0].name] * 2)}
 
     def stop_run(self) -> None:
         """See ``Engine``."""

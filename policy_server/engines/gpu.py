@@ -35,7 +35,7 @@ class CudaEngine:
         self.max_batch = max_batch
         options = session_options(settings)
         provider = ("CUDAExecutionProvider", {"enable_cuda_graph": "1", "cudnn_conv_algo_search": "HEURISTIC"})
-        self._session = open_session(model, options, [provider])
+        self._session: Any = open_session(model, options, [provider])
         self.inputs = describe_tensors(self._session.get_inputs())
         self.outputs = describe_tensors(self._session.get_outputs())
         self._buckets = buckets_for(settings.batch_buckets, max_batch)
@@ -100,7 +100,7 @@ class TensorRTEngine:
         described = describe_tensors(
             open_session(model, session_options(settings), ["CPUExecutionProvider"]).get_inputs()
         )
-        self._session = open_session(
+        self._session: Any = open_session(
             model,
             options,
             [("TensorrtExecutionProvider", tensorrt_options(described, max_batch)), "CUDAExecutionProvider"],

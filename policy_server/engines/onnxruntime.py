@@ -33,7 +33,7 @@ class OnnxRuntimeEngine:
     def __init__(self, model: bytes, settings: EngineSettings, *, max_batch: int) -> None:
         options = session_options(settings)
         self.max_batch = max_batch
-        self._session = open_session(model, options, [("CPUExecutionProvider", {})])
+        self._session: Any = open_session(model, options, [("CPUExecutionProvider", {})])
         self.inputs = describe_tensors(self._session.get_inputs())
         self.outputs = describe_tensors(self._session.get_outputs())
         self._output_names = [tensor.name for tensor in self.outputs]

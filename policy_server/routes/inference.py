@@ -36,7 +36,7 @@ _EXAMPLE = {
     ],
     "parameters": {"deterministic": True},
 }
-_TENSOR = {
+_TENSOR: dict[str, Any] = {
     "type": "object",
     "required": ["name", "shape", "datatype"],
     "properties": {

@@ -232,7 +232,7 @@ def _parse(served: ServedPolicy, observation: Any) -> tuple[dict[str, Array], in
         key if isinstance(key, str) else str(key): value.tolist() if isinstance(value, np.ndarray) else value
         for key, value in fields.items()
     }
-    return served.observations.from_json(cast("dict[str, Any]", plain))
+    return served.observations.from_json(plain)
 
 
 async def _refuse(socket: WebSocket, error: PolicyServerError) -> None:

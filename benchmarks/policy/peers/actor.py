@@ -28,4 +28,4 @@ class Actor:
         for name, size in self._inputs:
             feed[name] = batch[:, first : first + size]
             first += size
-        return self._session.run(["action"], feed)[0].tolist()
+        return np.asarray(self._session.run(["action"], feed)[0]).tolist()

@@ -50,7 +50,7 @@ def _find_repository(repository: str, *, download: bool) -> Path:
         from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
     except ModuleNotFoundError as error:
         raise CheckpointNotFound(
-            f"{repository}: no such folder, and the hub's repositories need huggingface-hub: pip install huggingface-hub"
+            f"{repository}: no such folder; for a repository on the hub: pip install huggingface-hub"
         ) from error
     try:
         return Path(snapshot_download(repository, allow_patterns=_PATTERNS, local_files_only=not download))

@@ -218,7 +218,8 @@ from openpi_client.websocket_client_policy import WebsocketClientPolicy
 client = WebsocketClientPolicy("127.0.0.1", int(sys.argv[1]), api_key="unused")
 found = {"metadata": client.get_server_metadata()}
 answer = client.infer({"observation": np.arange(3), "goal": np.zeros(2, np.float32)})
-found["action"], found["dtype"], found["timing"] = answer["action"].tolist(), str(answer["action"].dtype), sorted(answer["server_timing"])
+found["action"], found["dtype"] = answer["action"].tolist(), str(answer["action"].dtype)
+found["timing"] = sorted(answer["server_timing"])
 found["batch"] = client.infer({"observation": np.ones((4, 3)), "goal": np.zeros((4, 2))})["action"].shape
 try:
     client.infer({"observation": np.arange(3)})

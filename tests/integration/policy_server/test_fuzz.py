@@ -1,4 +1,4 @@
-"""Malformed requests of every kind: none gets a 5xx, none brings the server down (10,000 of each: benchmarks/policy/fuzz.py)."""
+"""Malformed requests of every kind: none gets a 5xx, none brings the server down (benchmarks/policy/fuzz.py)."""
 
 from __future__ import annotations
 

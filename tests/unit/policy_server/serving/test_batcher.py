@@ -349,7 +349,7 @@ def test_the_engine_has_one_caller_at_a_time_and_never_the_loop() -> None:
 @INLINE
 @pytest.mark.parametrize("seed", range(5))
 def test_random_loads_agree_with_the_reference(inline: bool, seed: int) -> None:
-    """Every request is answered exactly once: with its own rows, or with the error that its deadline or value asks for."""
+    """Every request is answered exactly once: with its own rows, or with the error that its values ask for."""
     chosen = random.Random(seed)
     settings = {"max_batch": chosen.randint(1, 9), "max_delay_ms": chosen.choice([0, 1]), "max_queue": 10_000}
     records: list[BatchRecord] = []

@@ -135,7 +135,7 @@ def test_integer_fields_take_integers_only(manifest: Manifest) -> None:
     with pytest.raises(InvalidRequestError, match="beyond int64"):
         parser.from_arrays({"cell": np.asarray(1 << 63, np.uint64)})
     with pytest.raises(InvalidRequestError, match="is float32, int64 is expected"):
-        parser.from_arrays({"cell": np.float32(1.5) * np.ones(())})
+        parser.from_arrays({"cell": np.asarray(1.5, np.float32)})
 
 
 def test_images_keep_their_shape(manifest: Manifest) -> None:

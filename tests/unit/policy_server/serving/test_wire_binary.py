@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import random
 from typing import Any
@@ -32,7 +33,7 @@ def body_of(arrays: dict[str, np.ndarray], *, binary: bool = True, **fields: Any
 
 
 @pytest.mark.parametrize("binary", [True, False])
-@pytest.mark.parametrize("dtype", [dtype for dtype in DTYPES.values()])
+@pytest.mark.parametrize("dtype", list(DTYPES.values()))
 def test_tensors_come_through_as_they_are(dtype: str, binary: bool) -> None:
     values = (np.arange(6).reshape(2, 3) % 2).astype(dtype)
     request = parse_infer(*body_of({"x": values, "y": values[:1]}, binary=binary))
@@ -148,10 +149,8 @@ def test_ten_thousand_broken_bodies_raise_nothing_else() -> None:
         for _ in range(chosen.randint(1, 8)):
             broken[chosen.randrange(len(broken))] = chosen.randrange(256)
         cut = bytes(broken[: chosen.randint(0, len(broken))]) if chosen.random() < 0.3 else bytes(broken)
-        try:
+        with contextlib.suppress(InvalidRequestError):
             parse_infer(cut, length if chosen.random() < 0.8 else str(chosen.randint(0, 200)))
-        except InvalidRequestError:
-            pass
 
 
 def test_arrays_and_numbers_come_through_msgpack() -> None:
@@ -208,10 +207,8 @@ def test_ten_thousand_broken_frames_raise_nothing_else() -> None:
         broken = bytearray(good)
         for _ in range(chosen.randint(1, 8)):
             broken[chosen.randrange(len(broken))] = chosen.randrange(256)
-        try:
+        with contextlib.suppress(InvalidRequestError):
             unpack(bytes(broken[: chosen.randint(0, len(broken))]) if chosen.random() < 0.3 else bytes(broken))
-        except InvalidRequestError:
-            pass
 
 
 def test_a_frame_of_announced_terabytes_is_refused() -> None:
