@@ -224,7 +224,9 @@ class PolicyHost:
             desire = desired.of(name)
             canary = desire.canary if desire.canary is not None and desire.canary.version != version else None
             withdrawn = tuple(other for other in desire.withdrawn if other != version)
-            return desired.with_policy(name, PolicyDesire(pinned=version, withdrawn=withdrawn, canary=canary))
+            # The highest version is live by itself; pinned, it would keep the next one out.
+            pinned = version if version != max(there) else None
+            return desired.with_policy(name, PolicyDesire(pinned=pinned, withdrawn=withdrawn, canary=canary))
 
         for key in [key for key in self._failed if key[0] == name]:
             del self._failed[key]  # asked for again: try again

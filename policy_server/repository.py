@@ -89,7 +89,7 @@ def _read_model(folder: Path, manifest: Manifest, max_bytes: int) -> bytes:
     """The model's bytes, read once; the other files are hashed only."""
     model = b""
     for name, expected in manifest.files.items():
-        if Path(name).name != name:
+        if Path(name).name != name or name == "..":
             raise ManifestError(f"{MANIFEST_FILE}: files: {name!r} is not a file of this folder")
         path = _inside(folder, folder / name, max_bytes)
         try:

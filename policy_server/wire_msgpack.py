@@ -51,10 +51,11 @@ def _array_of(content: _Content) -> Any:
         value = _get(content, "data")
         if not isinstance(value, bool | int | float):
             raise InvalidRequestError("a number's data: a number is expected", field="frame")
+        dtype = _dtype(_get(content, "dtype"))
         try:
-            return np.asarray(value).astype(_dtype(_get(content, "dtype")))
+            return np.array(value, dtype)
         except (OverflowError, ValueError):
-            raise InvalidRequestError("a number's data: does not fit its dtype", field="frame") from None
+            raise InvalidRequestError(f"a number's data: does not fit {dtype}", field="frame") from None
     return content
 
 

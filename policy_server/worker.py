@@ -65,12 +65,12 @@ async def _serve(
     loop = asyncio.get_running_loop()
     loop.add_reader(lifeline, _supervisor_gone, loop, lifeline, server)
     try:
-        await host.start()
         grpc_server = None
-        if settings.grpc_port is not None:
+        if settings.grpc_port is not None:  # before the host is ready: whoever hears of that may call at once
             from policy_server.grpc_service import start_grpc_server
 
             grpc_server = await start_grpc_server(host, settings, metrics)
+        await host.start()
         await server.serve(sockets=[listening])
         if grpc_server is not None:
             await grpc_server.stop(settings.drain_s)

@@ -14,6 +14,7 @@ import onnx
 
 from policy_server.export.errors import ExportError
 from policy_server.export.policy import TrainedPolicy
+from policy_server.export.serialize import write_serialized
 from policy_server.export.success import EnvironmentUnavailableError, MakeEnvironment, success_rate
 from policy_server.export.verify import draw_noise, draw_observations, error_units, verify
 from policy_server.export.write import check_target, next_version, publish, staging_folder
@@ -134,10 +135,10 @@ def write_model(model: onnx.ModelProto, path: Path) -> None:
         ExportError: The model is larger than protobuf allows, or the disk is full.
     """
     try:
-        path.write_bytes(model.SerializeToString())
+        write_serialized(model, path)
     except OSError as error:
         raise ExportError(f"{path}: cannot be written ({error.strerror})") from error
-    except Exception as error:  # protobuf's own class, by version
+    except Exception as error:  # too large, by our measure or by protobuf's
         raise ExportError(f"the graph does not fit into one ONNX file, which holds at most 2 GiB ({error})") from error
 
 

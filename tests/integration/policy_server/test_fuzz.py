@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import http.client
+import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import schemathesis
 from hostile_frames import broken_frames, broken_infer_bodies
-from hypothesis import HealthCheck, settings
-from schemathesis.checks import not_a_server_error
 from served_policies import RunningPolicyServer, running_policy_server
 from websockets.exceptions import ConnectionClosed
 from websockets.sync.client import connect
@@ -26,19 +26,15 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningPolicySe
         assert "Traceback" not in running.text()
 
 
-@pytest.fixture(scope="module")
-def api_schema(server: RunningPolicyServer) -> schemathesis.BaseSchema:
-    return schemathesis.openapi.from_url(f"{server.address}/openapi.json")
-
-
-schema = schemathesis.pytest.from_fixture("api_schema")
-
-
-@schema.parametrize()
-@settings(max_examples=15, deadline=None, suppress_health_check=list(HealthCheck))
-def test_the_openapi_holds(case: schemathesis.Case) -> None:
-    response = case.call(timeout=30)
-    case.validate_response(response, checks=[not_a_server_error])
+def test_the_openapi_holds(server: RunningPolicyServer) -> None:
+    program = str(Path(sys.executable).parent / "schemathesis")
+    command = [program, "run", f"{server.address}/openapi.json", "--checks", "not_a_server_error"]
+    options = ["--max-examples", "10", "--seed", "0", "--no-color", "--exclude-path-regex", "unload|rollback"]
+    result = subprocess.run([*command, *options], capture_output=True, text=True, timeout=300, check=False)
+    text = result.stdout + result.stderr
+    found = set(re.findall(r"\[(\d{3})\] ", text))
+    assert found <= {"503", "504"}, text[-4000:]  # a deadline of a femtosecond passes
+    assert result.returncode == (1 if found else 0), text[-4000:]
 
 
 def test_broken_binary_tensors(server: RunningPolicyServer) -> None:

@@ -49,7 +49,7 @@ def raw(server: RunningPolicyServer, *parts: bytes, pause_s: float = 0.02) -> by
         return received
 
 
-def http(body: bytes, *headers: str, path: str = ACT, method: str = "POST") -> bytes:
+def plain_request(body: bytes, *headers: str, path: str = ACT, method: str = "POST") -> bytes:
     lines = [f"{method} {path} HTTP/1.1", "Host: here", f"Content-Length: {len(body)}", *headers]
     return "\r\n".join(lines).encode() + b"\r\n\r\n" + body
 
@@ -108,14 +108,14 @@ def test_the_action_is_the_policys(server: RunningPolicyServer) -> None:
 
 @pytest.mark.parametrize("cut", [1, 20, 60, 90, -1])
 def test_requests_that_come_in_pieces(server: RunningPolicyServer, cut: int) -> None:
-    request = http(GOOD, "Connection: close")
+    request = plain_request(GOOD, "Connection: close")
     answer = raw(server, request[:cut], request[cut:])
     assert answer.startswith(b"HTTP/1.1 200")
     assert b'"action":[1.0,2.0,3.0]' in answer
 
 
 def test_body_byte_by_byte(server: RunningPolicyServer) -> None:
-    request = http(GOOD, "Connection: close")
+    request = plain_request(GOOD, "Connection: close")
     end = request.index(b"\r\n\r\n") + 4
     pieces = [request[:end], *(bytes([byte]) for byte in GOOD)]
     assert b'"action":[1.0,2.0,3.0]' in raw(server, *pieces, pause_s=0.0005)
@@ -123,7 +123,7 @@ def test_body_byte_by_byte(server: RunningPolicyServer) -> None:
 
 def test_pipelined_requests_are_answered_in_their_order(server: RunningPolicyServer) -> None:
     bodies = [json.dumps({"observation": [index, 0, 0, 0, 0]}).encode() for index in range(20)]
-    stream = b"".join(http(body) for body in bodies[:-1]) + http(bodies[-1], "Connection: close")
+    stream = b"".join(plain_request(body) for body in bodies[:-1]) + plain_request(bodies[-1], "Connection: close")
     for parts in ([stream], [stream[:333], stream[333:1000], stream[1000:]]):
         answer = raw(server, *parts)
         found = [
@@ -135,10 +135,10 @@ def test_pipelined_requests_are_answered_in_their_order(server: RunningPolicySer
 
 def test_pipelined_requests_of_both_ways_keep_their_order(server: RunningPolicyServer) -> None:
     stream = (
-        http(GOOD)
-        + http(b"", path="/healthz", method="GET")
-        + http(GOOD)
-        + http(b"", "Connection: close", path="/readyz", method="GET")
+        plain_request(GOOD)
+        + plain_request(b"", path="/healthz", method="GET")
+        + plain_request(GOOD)
+        + plain_request(b"", "Connection: close", path="/readyz", method="GET")
     )
     answer = raw(server, stream)
     order = [answer.index(b'"action"'), answer.index(b'"ok"'), answer.rindex(b'"action"'), answer.index(b'"ready"')]
@@ -150,7 +150,7 @@ def test_chunked_bodies_and_100_continue(server: RunningPolicyServer) -> None:
     chunked = f"POST {ACT} HTTP/1.1\r\nHost: here\r\nTransfer-Encoding: chunked\r\nConnection: close\r\n\r\n".encode()
     chunked += f"{len(GOOD):x}\r\n".encode() + GOOD + b"\r\n0\r\n\r\n"
     assert b'"action":[1.0,2.0,3.0]' in raw(server, chunked)
-    request = http(GOOD, "Expect: 100-continue", "Connection: close")
+    request = plain_request(GOOD, "Expect: 100-continue", "Connection: close")
     assert b'"action":[1.0,2.0,3.0]' in raw(server, request)
 
 
@@ -174,7 +174,7 @@ def test_a_connection_is_kept_and_can_change_its_way(server: RunningPolicyServer
 def test_a_client_that_goes_away_harms_nobody(server: RunningPolicyServer) -> None:
     for cut in (30, 100, None):
         with socket.create_connection(("127.0.0.1", server.port)) as connection:
-            connection.sendall(http(GOOD)[:cut])
+            connection.sendall(plain_request(GOOD)[:cut])
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\x01\x00\x00\x00\x00\x00\x00\x00")
     assert server.act([1, 2, 3, 0, 0])[0] == 200
 

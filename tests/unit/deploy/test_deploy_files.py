@@ -14,6 +14,8 @@ from typing import Any
 import pytest
 import yaml
 
+from policy_server.metrics import Metrics
+
 ROOT = Path(__file__).parents[3]
 DEPLOY = ROOT / "deploy"
 DOCKERFILE = (ROOT / "Dockerfile").read_text()
@@ -125,3 +127,16 @@ def test_the_dashboard_is_whole() -> None:
         assert panel["title"]
         assert panel["datasource"] == {"type": "prometheus", "uid": "prometheus"}
         assert all(target["expr"] for target in panel["targets"])
+
+
+def test_every_policy_metric_that_is_drawn_or_watched_is_exposed() -> None:
+    exposed = re.findall(r"^# TYPE (\S+)", Metrics().render().decode(), re.MULTILINE)
+    texts = [
+        (DEPLOY / "grafana/dashboards/gated-serving.json").read_text(),
+        (DEPLOY / "prometheus/alerts.yml").read_text(),
+    ]
+    used = set(re.findall(r"policy_[a-z_]+(?=[\[{ )]|$)", " ".join(texts), re.MULTILINE))
+    assert len(used) >= 5
+    for name in used:
+        family = re.sub(r"_(bucket|count|sum)$", "", name)
+        assert family in exposed or name in exposed, name
