@@ -56,11 +56,11 @@ def main() -> None:
         verdicts += verdicts_of(depth, measured, alone_ms)
     method = (
         f"Actor of width 256, 13 inputs, 4 actions, random weights. {arguments.rounds} rounds, every side started "
-        f"alone and in turn, {WARM_S:g} s to warm and {arguments.seconds:g} s at each number of connections; the median "
-        f"round counts. wrk {wrk_version()}, one thread, on the same cores. mosec, LitServe, BentoML, MLServer and Ray Serve "
-        "batch up to 64 and wait at most 1 ms (Ray Serve and BentoML: as little as they offer). 'added ms' is p50 less "
-        "onnxruntime's own time at batch 1. MLServer is asked in the Open Inference Protocol, which is all it speaks. "
-        f"{versions(sides)}."
+        f"alone and in turn, {WARM_S:g} s to warm and {arguments.seconds:g} s at each number of connections; the "
+        f"median round counts. wrk {wrk_version()}, one thread, on the same cores. mosec, LitServe, BentoML, "
+        "MLServer and Ray Serve batch up to 64 and wait at most 1 ms (Ray Serve and BentoML: as little as they "
+        "offer). 'added ms' is p50 less onnxruntime's own time at batch 1. MLServer is asked in the Open Inference "
+        f"Protocol, which is all it speaks. {versions(sides)}."
     )
     if arguments.keep:
         keep_record("policy-throughput", method=method, rows=rows, verdicts=verdicts)
