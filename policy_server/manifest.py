@@ -26,7 +26,7 @@ FORMAT_VERSION = 1
 RESERVED_NAMES = frozenset({"noise", "action", "mean", "log_std", "logits"})
 """Names of the graph's own tensors; an observation field cannot have one of them."""
 
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 _HASH_CHUNK_BYTES = 1 << 20
 
 Bounds = tuple[float | None, ...]
@@ -222,7 +222,9 @@ class Manifest(_Part):
     @model_validator(mode="after")
     def _check(self) -> Self:
         if not is_policy_name(self.name):
-            raise ValueError(f"name={self.name!r}: letters, digits, '.', '_' and '-' only, first a letter or digit")
+            raise ValueError(
+                f"name={self.name!r}: letters, digits, '.', '_' and '-' only, at most 128, first a letter or digit"
+            )
         names = [field.name for field in self.observation]
         if len(set(names)) < len(names):
             raise ValueError(f"observation: the names {names} are not all different")

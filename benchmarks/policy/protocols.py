@@ -75,7 +75,7 @@ def http_length(buffer: bytearray) -> int:
     if not buffer.startswith(b"HTTP/1.1 200"):
         raise RuntimeError(bytes(buffer[:300]).decode())
     head = buffer[:end].lower()
-    at = head.index(b"content-length: ") + 16
+    at = head.index(b"\r\ncontent-length: ") + 18
     stop = head.find(b"\r\n", at)
     whole = end + 4 + int(head[at : stop if stop > 0 else end])
     return whole if len(buffer) >= whole else 0

@@ -62,10 +62,11 @@ class ActorRecord(_Part):
     """The actor's sizes, from which every tensor's shape follows."""
 
     architecture: Literal["residual_gaussian"]
-    input_size: Annotated[int, Field(ge=1)]
-    action_size: Annotated[int, Field(ge=1)]
-    depth: Annotated[int, Field(ge=LAYERS_PER_BLOCK, multiple_of=LAYERS_PER_BLOCK)]
-    width: Annotated[int, Field(ge=1)]
+    # The upper bounds are far above what fits into one ONNX file; a forged number shall not cost an hour to refuse.
+    input_size: Annotated[int, Field(ge=1, le=1 << 24)]
+    action_size: Annotated[int, Field(ge=1, le=1 << 20)]
+    depth: Annotated[int, Field(ge=LAYERS_PER_BLOCK, le=1 << 16, multiple_of=LAYERS_PER_BLOCK)]
+    width: Annotated[int, Field(ge=1, le=1 << 20)]
     residual_interval: Literal[4] = LAYERS_PER_BLOCK
     layer_norm_eps: Annotated[float, Field(gt=0)]
     log_std_min: float

@@ -52,7 +52,9 @@ def check_target(repository: Path, name: str, version: int | None) -> None:
         ExportError: The name cannot be one, or the version is there already.
     """
     if not is_policy_name(name):
-        raise ExportError(f"--name {name!r}: letters, digits, '.', '_' and '-' only, first a letter or digit")
+        raise ExportError(
+            f"--name {name!r}: letters, digits, '.', '_' and '-' only, at most 128, first a letter or digit"
+        )
     if version is None:
         return
     if version < 1:

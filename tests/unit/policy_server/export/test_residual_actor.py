@@ -158,6 +158,8 @@ def test_a_wrong_tensor_is_named_and_nothing_is_written(change: Any, message: st
         ({"format": "something"}, "format: Input should be 'gated-serving-rl'"),
         ({"format_version": 9}, "format_version: Input should be 1"),
         ({"actor": {"depth": 6}}, "actor.depth: Input should be a multiple of 4"),
+        ({"actor": {"depth": 10**9}}, "actor.depth: Input should be less than or equal to 65536"),
+        ({"actor": {"width": 10**9}}, "actor.width: Input should be less"),
         ({"actor": {"architecture": "cnn"}}, "actor.architecture"),
         ({"actor": {"input_size": 12}}, "actor.input_size=12, but the observation_fields join to 13"),
         ({"actor": {"action_size": 3}}, r"actor.action_size=3, but action.shape=\[4\] has 4 values"),

@@ -83,7 +83,7 @@ def test_the_same_checkpoint_gives_the_same_bytes(policy: TrainedPolicy, tmp_pat
         assert (folders[0] / file).read_bytes() == (folders[1] / file).read_bytes()
 
 
-@pytest.mark.parametrize("name", ["", ".hidden", "a/b", "with space"])
+@pytest.mark.parametrize("name", ["", ".hidden", "a/b", "with space", "../a", "a" * 129, "ä"])
 def test_a_name_that_is_no_folder_is_refused(name: str, policy: TrainedPolicy, tmp_path: Path) -> None:
     with pytest.raises(ExportError, match="--name"):
         export_policy(policy, tmp_path / "policies", ExportOptions(name=name))
