@@ -102,7 +102,7 @@ def attack_socket(server: RunningPolicyServer, number: int, seed: int) -> Counte
 
 
 def schemathesis_run(server: RunningPolicyServer, examples: int) -> str:
-    """How many cases it made, and the statuses of those that it found wrong; 503 and 504 are what overload looks like."""
+    """How many cases it made, and the server errors among them; 503 and 504 are what overload looks like."""
     program = str(Path(sys.executable).parent / "schemathesis")
     command = [program, "run", f"{server.address}/openapi.json", "--checks", "not_a_server_error"]
     options = ["--max-examples", str(examples), "--seed", "0", "--no-color", "--exclude-path-regex", "unload|rollback"]
