@@ -137,7 +137,7 @@ def _train(run: TrainingRun, output: Path, last: Path, console: Console | None) 
             trainer = Trainer(
                 run,
                 output,
-                learner=Learner(run, environments.spec, device),
+                learner=_make_learner(run, environments.spec, device),
                 environments=environments,
                 evaluations=evaluations,
                 replay=_make_replay(run, environments.spec, output / "replay"),
@@ -151,6 +151,21 @@ def _train(run: TrainingRun, output: Path, last: Path, console: Console | None) 
         except (checkpoints.DamagedCheckpointError, ReplayError) as error:
             raise OutputFolderError(f"the run cannot go on: {error}") from error
         write_json(output / RESULT, _result(run, trainer, final, device))
+
+
+def _make_learner(run: TrainingRun, spec: GoalEnvironmentSpec, device: torch.device) -> Learner:
+    try:
+        return Learner(run, spec, device)
+    except (RuntimeError, MemoryError) as error:  # torch has no class of its own for memory that a CPU lacks
+        text = str(error)
+        if not isinstance(error, MemoryError | torch.OutOfMemoryError) and "allocate memory" not in text:
+            raise
+        networks = run.networks
+        sizes = ", ".join(
+            f"networks.{field.name}={getattr(networks, field.name)}" for field in dataclasses.fields(networks)
+        )
+        message = f"the networks do not fit into this machine's memory: {sizes}; make them smaller"
+        raise UnusableInputError(message) from error
 
 
 def _train_and_measure(run: TrainingRun, output: Path, trainer: Trainer, console: Console | None) -> Evaluation:

@@ -351,3 +351,8 @@ def test_a_policy_learns_to_reach_its_goals(tmp_path: Path) -> None:
     result = json.loads((tmp_path / "run" / RESULT).read_text())
     assert result["untrained"]["success_rate"] <= 0.2
     assert result["final"]["success_rate"] >= 0.9
+
+
+def test_networks_that_do_not_fit_into_memory_are_refused_by_their_sizes(tmp_path: Path) -> None:
+    with pytest.raises(UnusableInputError, match=r"do not fit into this machine's memory: .*networks.width=100000000"):
+        train(tiny_run("networks.width=100000000"), tmp_path / "run")
