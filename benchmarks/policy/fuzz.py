@@ -106,7 +106,9 @@ def schemathesis_run(server: RunningPolicyServer, examples: int) -> str:
     program = str(Path(sys.executable).parent / "schemathesis")
     command = [program, "run", f"{server.address}/openapi.json", "--checks", "not_a_server_error"]
     options = ["--max-examples", str(examples), "--seed", "0", "--no-color", "--exclude-path-regex", "unload|rollback"]
-    text = subprocess.run([*command, *options], capture_output=True, text=True, check=False).stdout
+    with tempfile.TemporaryDirectory() as folder:  # it leaves a cache where it runs
+        result = subprocess.run([*command, *options], capture_output=True, text=True, check=False, cwd=folder)
+    text = result.stdout
     cases = re.search(r"(\d+) generated", text)
     statuses = Counter(re.findall(r"\[(5\d\d)\] ", text))
     return f"{cases[1] if cases else '?'} cases, server errors by status: {dict(statuses) or 'none'}"

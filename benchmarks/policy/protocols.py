@@ -2,7 +2,8 @@
 
 One server (64 layers, 2 workers), one client process on the same two cores. The client of the first four writes bytes
 that were made beforehand and looks only for an answer's end, so that its own cost is small and the same; gRPC has
-grpc.aio's, which costs more than the server. In every round each protocol is measured in turn.
+grpc.aio's, which costs more than the server. In every round each protocol is measured in turn; the first answer of
+every connection is compared with onnxruntime's action, and a connection that breaks ends the run.
 
     python benchmarks/policy/protocols.py [--rounds 3] [--seconds 2] [--depth 64]
 """
@@ -29,15 +30,18 @@ import uvloop
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # run as a script: benchmarks/ is no package
 
-from random_actor import GOAL_SIZE, OBSERVATION_SIZE
+from random_actor import ACTION_SIZE, GOAL_SIZE, OBSERVATION_SIZE
 from record import keep_record
 from sides import OBSERVATION, PORT, Side, export_actor, ours, running
 
-from policy_server.wire_msgpack import pack
+from policy_server.engines.onnxruntime import OnnxRuntimeEngine
+from policy_server.settings import EngineSettings
+from policy_server.wire_msgpack import pack, unpack
 
 CONNECTIONS = (1, 16, 64)
 GRPC_PORT = PORT + 5
 SIZES = {"observation": OBSERVATION_SIZE, "desired_goal": GOAL_SIZE}
+TOLERANCE = 1e-4
 
 
 @dataclass(frozen=True)
@@ -49,12 +53,14 @@ class Wire:
         hello: What is sent once, before anything else; its answer is passed over.
         request: What is sent again and again.
         length_of: Bytes of the first whole answer in a buffer; 0 if it is not whole yet.
+        action_of: The action in a whole answer.
     """
 
     name: str
     hello: bytes
     request: bytes
     length_of: Callable[[bytearray], int]
+    action_of: Callable[[bytes], Any]
 
 
 def fields() -> dict[str, np.ndarray]:
@@ -93,6 +99,11 @@ def frame_length(buffer: bytearray) -> int:
             return 0
         length, header = struct.unpack(">H", buffer[2:4])[0], 4
     return header + length if len(buffer) >= header + length else 0
+
+
+def http_body(answer: bytes) -> bytes:
+    """What follows the head."""
+    return answer[answer.index(b"\r\n\r\n") + 4 :]
 
 
 def http_request(path: str, body: bytes, *headers: str) -> bytes:
@@ -137,25 +148,62 @@ def wires() -> list[Wire]:
     as_json = "Content-Type: application/json"
     packed = pack({name: values[0] for name, values in arrays.items()})
     return [
-        Wire("JSON, act", b"", http_request("/v1/policies/actor/act", json_act, as_json), http_length),
-        Wire("JSON, Open Inference Protocol", b"", http_request(infer, json_infer, as_json), http_length),
+        Wire("JSON, act", b"", http_request("/v1/policies/actor/act", json_act, as_json), http_length, action_of_act),
+        Wire(
+            "JSON, Open Inference Protocol", b"", http_request(infer, json_infer, as_json), http_length, action_of_infer
+        ),
         Wire(
             "binary tensors over HTTP",
             b"",
             http_request(infer, binary, f"Inference-Header-Content-Length: {len(header)}"),
             http_length,
+            action_of_binary,
         ),
-        Wire("WebSocket, msgpack", hello, frame(packed), frame_length),
+        Wire("WebSocket, msgpack", hello, frame(packed), frame_length, action_of_frame),
     ]
+
+
+def action_of_act(answer: bytes) -> Any:
+    """Of an act request."""
+    return json.loads(http_body(answer))["action"]
+
+
+def action_of_infer(answer: bytes) -> Any:
+    """Of an infer request in JSON."""
+    return json.loads(http_body(answer))["outputs"][0]["data"]
+
+
+def action_of_binary(answer: bytes) -> Any:
+    """Of an infer request with binary tensors: the only output, so the body's end."""
+    return np.frombuffer(http_body(answer)[-4 * ACTION_SIZE :], np.float32)
+
+
+def action_of_frame(answer: bytes) -> Any:
+    """Of a WebSocket's frame, whose header has two or four bytes."""
+    return unpack(answer[4 if answer[1] == 126 else 2 :])["action"]
+
+
+def check_action(action: Any, expected: np.ndarray, name: str) -> None:
+    """Compares with onnxruntime's.
+
+    Raises:
+        AssertionError: They differ.
+    """
+    np.testing.assert_allclose(np.asarray(action, np.float32).ravel(), expected, atol=TOLERANCE, err_msg=name)
 
 
 class Client(asyncio.Protocol):
     """One connection in a closed loop."""
 
-    def __init__(self, wire: Wire, times: list[float], ready: asyncio.Future[None]) -> None:
+    def __init__(
+        self, wire: Wire, times: list[float], expected: np.ndarray, ready: asyncio.Future[None], broken: list[str]
+    ) -> None:
         self._wire = wire
         self._times = times
+        self._expected = expected
         self._ready = ready
+        self._broken = broken
+        self._checked = False
         self._buffer = bytearray()
         self._greeting = bool(wire.hello)
         self._sent = 0.0
@@ -183,26 +231,46 @@ class Client(asyncio.Protocol):
             self._greeting = False
             self._ready.set_result(None)
             return
-        length = self._wire.length_of(self._buffer)
+        try:
+            length = self._wire.length_of(self._buffer)
+            if length and not self._checked:
+                check_action(self._wire.action_of(bytes(self._buffer[:length])), self._expected, self._wire.name)
+                self._checked = True
+        except Exception as error:  # the loop would only log it, and the connection would count as a slow one
+            self.running = False
+            self._broken.append(repr(error))
+            self._transport.abort()
+            return
         if length:
             del self._buffer[:length]
             self._times.append(time.perf_counter() - self._sent)
             if self.running:
                 self.send()
 
+    def connection_lost(self, exc: Exception | None) -> None:
+        if self.running:
+            self._broken.append(f"closed by the server: {exc}")
+
     def close(self) -> None:
         """Hangs up."""
         self._transport.close()
 
 
-async def run_wire(wire: Wire, connections: int, seconds: float) -> tuple[float, list[float]]:
-    """Requests a second, and every latency."""
+async def run_wire(wire: Wire, connections: int, seconds: float, expected: np.ndarray) -> tuple[float, list[float]]:
+    """Requests a second, and every latency.
+
+    Raises:
+        RuntimeError: A connection broke, or an answer was not understood or wrong.
+    """
     loop = asyncio.get_running_loop()
     times: list[float] = []
+    broken: list[str] = []
     clients: list[Client] = []
     for _ in range(connections):
         ready = loop.create_future()
-        _, client = await loop.create_connection(lambda ready=ready: Client(wire, times, ready), "127.0.0.1", PORT)
+        _, client = await loop.create_connection(
+            lambda ready=ready: Client(wire, times, expected, ready, broken), "127.0.0.1", PORT
+        )
         await asyncio.wait_for(ready, 10)
         clients.append(client)
     started = time.perf_counter()
@@ -214,10 +282,12 @@ async def run_wire(wire: Wire, connections: int, seconds: float) -> tuple[float,
     for client in clients:
         client.running = False
         client.close()
+    if broken:
+        raise RuntimeError(f"{wire.name}: {len(broken)} of {connections} connections broke: {broken[0]}")
     return counted / took, times[:counted]
 
 
-async def run_grpc(connections: int, seconds: float) -> tuple[float, list[float]]:
+async def run_grpc(connections: int, seconds: float, expected: np.ndarray) -> tuple[float, list[float]]:
     """The same over gRPC; so many calls at once over a few channels."""
     import grpc.aio
     from tritonclient.grpc import service_pb2, service_pb2_grpc
@@ -233,6 +303,8 @@ async def run_grpc(connections: int, seconds: float) -> tuple[float, list[float]
         grpc.aio.insecure_channel(f"127.0.0.1:{GRPC_PORT}", options=options) for _ in range(min(connections, 8))
     ]
     stubs = [service_pb2_grpc.GRPCInferenceServiceStub(channel) for channel in channels]
+    answer = await stubs[0].ModelInfer(request)
+    check_action(np.frombuffer(answer.raw_output_contents[0], np.float32), expected, "gRPC")
     end = time.perf_counter() + seconds
 
     async def loop(stub: Any) -> None:
@@ -261,14 +333,15 @@ def main() -> None:
     plain = ours(2)
     side = Side(plain.name, (*plain.command, "--grpc-port", str(GRPC_PORT)), path=plain.path)
     with tempfile.TemporaryDirectory() as name:
-        export_actor(Path(name), arguments.depth)
+        model = export_actor(Path(name), arguments.depth)
+        expected = OnnxRuntimeEngine(model.read_bytes(), EngineSettings(), max_batch=1).run(fields())["action"][0]
         with running(side, Path(name)):
             for number in range(arguments.rounds):
                 for connections in CONNECTIONS:
                     for wire in wires():
-                        run = run_wire(wire, connections, arguments.seconds)
+                        run = run_wire(wire, connections, arguments.seconds, expected)
                         found.setdefault((wire.name, connections), []).append(uvloop.run(run))
-                    run = run_grpc(connections, arguments.seconds)
+                    run = run_grpc(connections, arguments.seconds, expected)
                     found.setdefault(("gRPC", connections), []).append(asyncio.run(run))
                 print(f"round {number + 1} of {arguments.rounds}", file=sys.stderr, flush=True)
     rows = [row_of(name, connections, runs) for (name, connections), runs in found.items()]

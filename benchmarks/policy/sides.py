@@ -13,7 +13,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +41,8 @@ class Side:
         environment: Variables of its own.
         files: Written into its working folder.
         package: Whose version is recorded, and the Python that knows it.
+        compared: Whether it takes part in the verdicts; a yardstick does not.
+        acts: Whether it answers with the policy's action.
     """
 
     name: str
@@ -50,6 +52,8 @@ class Side:
     environment: dict[str, str] = field(default_factory=dict[str, str])
     files: dict[str, str] = field(default_factory=dict[str, str])
     package: tuple[str, str] | None = None
+    compared: bool = True
+    acts: bool = True
 
     def action_of(self, answer: Any) -> list[float]:
         """The action in its answer."""
@@ -64,6 +68,16 @@ def ours(workers: int, *, name: str | None = None, path: str = "/v1/policies/act
     command = (sys.executable, "-m", "gated_serving", "serve-policy", "{repository}", "--port", "{port}")
     label = name or f"policy server, {workers} worker{'s' if workers > 1 else ''}"
     return Side(label, (*command, "--workers", str(workers)), path=path)
+
+
+def yardsticks() -> list[Side]:
+    """Our own server by its plain FastAPI route, and one that does nothing: what the short way gains, and could gain.
+
+    A query string is enough for the short way to leave a request to the framework.
+    """
+    route = ours(1, name="our FastAPI route, 1 worker", path="/v1/policies/actor/act?")
+    noop = (sys.executable, str(HERE / "peers" / "noop_server.py"))
+    return [replace(route, compared=False), Side("no-op server", noop, compared=False, acts=False)]
 
 
 def peers(folder: Path) -> list[Side]:

@@ -2,8 +2,10 @@
 
 Every side serves the same ONNX file with onnxruntime on one thread a process, batches what it can, and is asked by wrk
 over 1, 16 and 64 connections in a closed loop. In every round each side is started alone, asked once (its action is
-compared with onnxruntime's), warmed, measured and ended, one after the other; a side counts by its median round. Two
-cores are shared by server and wrk. onnxruntime alone at batch 1 is measured in every round too.
+compared with onnxruntime's), warmed, measured and ended, one after the other, every second round in the opposite order;
+a side counts by its median round. Two cores are shared by server and wrk. onnxruntime alone at batch 1 is measured in
+every round too. With the shallow actor, where HTTP is the cost, two yardsticks run along: our server by its plain
+FastAPI route, and a server that does nothing.
 
     python benchmarks/policy/peers/install.py FOLDER       # once; environments of the peers
     python benchmarks/policy/throughput.py --peers FOLDER [--rounds 3] [--seconds 3] [--depths 4,64]
@@ -24,7 +26,7 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).parents[1]))  # run as a script: benchmarks/ is no package
 
 from record import keep_record
-from sides import OBSERVATION, Side, ask, export_actor, ours, peers, running, versions
+from sides import OBSERVATION, Side, ask, export_actor, ours, peers, running, versions, yardsticks
 from wrk import Load, check_wrk, load, wrk_version
 
 from policy_server.engines.onnxruntime import OnnxRuntimeEngine
@@ -33,6 +35,7 @@ from policy_server.settings import EngineSettings
 CONNECTIONS = (1, 16, 64)
 WARM_S = 1.0
 TOLERANCE = 1e-4
+DEEP = 64
 ALONE = "onnxruntime alone, batch 1"
 AIM_DEEP, AIM_SHALLOW, AIM_ADDED_MS = 1.3, 1.2, 1.0
 
@@ -51,16 +54,19 @@ def main() -> None:
     rows: list[dict[str, Any]] = []
     verdicts: list[str] = []
     for depth in (int(depth) for depth in arguments.depths.split(",")):
-        measured, alone_ms = measure(depth, sides, arguments.rounds, arguments.seconds)
-        rows += rows_of(depth, sides, measured, alone_ms)
-        verdicts += verdicts_of(depth, measured, alone_ms)
+        here = sides if depth >= DEEP else [*sides, *yardsticks()]
+        measured, alone_ms = measure(depth, here, arguments.rounds, arguments.seconds)
+        rows += rows_of(depth, here, measured, alone_ms)
+        verdicts += verdicts_of(depth, sides, measured, alone_ms)
+        verdicts += yardstick_verdicts(depth, here, measured)
     method = (
         f"Actor of width 256, 13 inputs, 4 actions, random weights. {arguments.rounds} rounds, every side started "
         f"alone and in turn, {WARM_S:g} s to warm and {arguments.seconds:g} s at each number of connections; the "
         f"median round counts. wrk {wrk_version()}, one thread, on the same cores. mosec, LitServe, BentoML, "
         "MLServer and Ray Serve batch up to 64 and wait at most 1 ms (Ray Serve and BentoML: as little as they "
         "offer). 'added ms' is p50 less onnxruntime's own time at batch 1. MLServer is asked in the Open Inference "
-        f"Protocol, which is all it speaks. {versions(sides)}."
+        "Protocol, which is all it speaks. Ours and mosec are measured with one and two processes, the other peers "
+        f"with one. {versions(sides)}."
     )
     if arguments.keep:
         keep_record("policy-throughput", method=method, rows=rows, verdicts=verdicts)
@@ -83,9 +89,11 @@ def measure(
         expected = engine.run(feed)["action"][0]
         for number in range(rounds):
             alone_ms.append(time_alone(engine, feed))
-            for side in sides[number % 2 :: 1] + sides[: number % 2]:
+            for side in sides[::-1] if number % 2 else sides:
                 with running(side, repository) as address:
-                    np.testing.assert_allclose(ask(side, address), expected, atol=TOLERANCE, err_msg=side.name)
+                    action = ask(side, address)
+                    if side.acts:
+                        np.testing.assert_allclose(action, expected, atol=TOLERANCE, err_msg=side.name)
                     load(address + side.path, side.body, connections=16, seconds=WARM_S)
                     for connections in CONNECTIONS:
                         found = load(address + side.path, side.body, connections=connections, seconds=seconds)
@@ -149,20 +157,20 @@ def rows_of(
     return rows
 
 
-def verdicts_of(depth: int, measured: dict[tuple[str, int], list[Load]], alone_ms: list[float]) -> list[str]:
+def verdicts_of(
+    depth: int, sides: list[Side], measured: dict[tuple[str, int], list[Load]], alone_ms: list[float]
+) -> list[str]:
     """Our better number of workers against the best peer, and what HTTP adds to onnxruntime."""
     verdicts: list[str] = []
     for connections in CONNECTIONS:
-        rates = {
-            name: median(loads, "requests_per_s") for (name, count), loads in measured.items() if count == connections
-        }
+        rates = {side.name: median(measured[side.name, connections], "requests_per_s") for side in sides}
         mine = {name: rate for name, rate in rates.items() if name.startswith("policy server")}
         others = {name: rate for name, rate in rates.items() if name not in mine}
         if not others:
             continue
         best, peer = max(mine, key=lambda name: mine[name]), max(others, key=lambda name: others[name])
         ratio = mine[best] / others[peer]
-        aim = AIM_DEEP if depth >= 64 else AIM_SHALLOW
+        aim = AIM_DEEP if depth >= DEEP else AIM_SHALLOW
         verdict = f" (aim {aim}: {'reached' if ratio >= aim else 'NOT reached'})" if connections == 64 else ""
         one = mine["policy server, 1 worker"] / others[peer]
         verdicts.append(
@@ -173,6 +181,19 @@ def verdicts_of(depth: int, measured: dict[tuple[str, int], list[Load]], alone_m
     reached = "reached" if added <= AIM_ADDED_MS else "NOT reached"
     verdicts.append(f"depth {depth}: at one connection p50 is {added:.2f} ms above onnxruntime (aim 1 ms: {reached}).")
     return verdicts
+
+
+def yardstick_verdicts(depth: int, sides: list[Side], measured: dict[tuple[str, int], list[Load]]) -> list[str]:
+    """One worker of ours against what does not take part."""
+    return [
+        f"depth {depth}, {connections} connections: one worker does "
+        f"{median(measured['policy server, 1 worker', connections], 'requests_per_s') / rate:.2f} times as many "
+        f"requests/s as {side.name} ({rate:.0f})."
+        for side in sides
+        if not side.compared
+        for connections in CONNECTIONS
+        for rate in [median(measured[side.name, connections], "requests_per_s")]
+    ]
 
 
 if __name__ == "__main__":

@@ -65,8 +65,12 @@ def parse(text: str) -> Load:
     broken = re.search(r"Socket errors: connect (\d+), read (\d+), write (\d+), timeout (\d+)", text)
     errors = (int(bad[1]) if bad else 0) + (sum(map(int, broken.groups())) if broken else 0)
     rate = re.search(r"Requests/sec:\s+([\d.]+)", text)
+    count = re.search(r"(\d+) requests in ", text)
     assert rate is not None, text
-    return Load(float(rate[1]), _percentile(text, "50%"), _percentile(text, "99%"), errors)
+    assert count is not None, text
+    # wrk's own rate counts answers of every status.
+    good = 1.0 - (int(bad[1]) if bad else 0) / max(1, int(count[1]))
+    return Load(float(rate[1]) * good, _percentile(text, "50%"), _percentile(text, "99%"), errors)
 
 
 def _percentile(text: str, name: str) -> float:
