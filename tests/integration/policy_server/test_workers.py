@@ -80,11 +80,13 @@ def test_changes_reach_every_worker_and_no_request_is_lost(tmp_path: Path) -> No
             until(lambda: load.num_answers > 50)
             assert server.request("/v1/policies/tiny/rollback", {})[0] == 200
             assert live_everywhere(server, 1)
+            until(lambda: 1 in load.versions)
             status, content, _ = server.request("/v1/policies/tiny/load", {"version": 2})
             assert (status, content["version"]) == (200, 2)
             assert live_everywhere(server, 2)
             write_policy(repository, version=3)
             until(lambda: live_everywhere(server, 3, num_asked=10))
+            until(lambda: 3 in load.versions)
             assert server.request("/v1/policies/tiny/canary", {"version": 1, "share": 1.0}, method="PUT")[0] == 200
             by_session = {
                 server.request("/v1/policies/tiny/act", {"observation": [1, 1, 1], "session_id": str(index)})[1][

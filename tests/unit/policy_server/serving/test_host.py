@@ -136,6 +136,7 @@ def test_no_request_is_lost_while_versions_change(tmp_path: Path) -> None:
         for version in range(2, 8):
             write_policy(tmp_path, version=version)
             await until(lambda version=version: live_versions(host) == [version])
+        await until(lambda: 7 in answered)
         ended.set()
         await asyncio.gather(*loops)
 
