@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import logging
-from importlib.metadata import PackageNotFoundError, version
-from importlib.util import find_spec
 from typing import cast
 
 from fastapi import FastAPI, Request
@@ -16,6 +14,7 @@ from starlette.requests import ClientDisconnect
 
 from policy_server.errors import InvalidRequestError, PolicyServerError
 from policy_server.host import PolicyHost
+from policy_server.inference import server_metadata
 from policy_server.metrics import Metrics
 from policy_server.middleware import GateMiddleware, error_response, request_id_of
 from policy_server.routes import act, health, inference, openpi, page, policies
@@ -43,7 +42,7 @@ def create_app(host: PolicyHost, settings: ServerSettings, metrics: Metrics) -> 
         settings: The server's.
         metrics: What is counted.
     """
-    app = FastAPI(title="Policy server", description=_DESCRIPTION, version=_version(), redoc_url=None)
+    app = FastAPI(title="Policy server", description=_DESCRIPTION, version=server_metadata()["version"], redoc_url=None)
     keys = ApiKeys(settings.api_keys)
     app.state.host, app.state.settings, app.state.metrics, app.state.keys = host, settings, metrics, keys
     for router in (act, policies, health, inference, metrics_routes, openpi, page):
@@ -96,15 +95,3 @@ def _unexpected_error(request: Request, error: Exception) -> Response:
     logger.error("request %s failed", request_id_of(request.scope), exc_info=error)
     wrapped = PolicyServerError("the server made a mistake; its log says which, under the request's id")
     return error_response(wrapped, request.scope)
-
-
-def grpc_is_installed() -> bool:
-    """Whether the extra ``grpc`` is there."""
-    return find_spec("grpc") is not None and find_spec("tritonclient") is not None
-
-
-def _version() -> str:
-    try:
-        return version("gated-serving")
-    except PackageNotFoundError:  # run from a tree that is not installed
-        return "0"

@@ -15,15 +15,15 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
 
-from policy_server.engines.base import Array, Engine, EngineError
+from policy_server.batch_run import OnDone, Outcome, Request, RowsDone, run_batch
+from policy_server.engines.base import Array, Engine
 from policy_server.errors import (
     DeadlineExceededError,
-    EngineFailedError,
     NonFiniteActionError,
     NotReadyError,
     PolicyServerError,
@@ -38,26 +38,6 @@ _LONGEST_RETRY_S = 60.0
 
 
 @dataclass(slots=True)
-class RowsDone:
-    """A request's share of a batch.
-
-    Attributes:
-        outputs: The engine's outputs, each [n, ...] with the n rows of the request.
-        queued_s: How long it waited for the engine.
-        inference_s: How long its batch ran.
-        batch_rows: Rows of the whole batch.
-    """
-
-    outputs: dict[str, Array]
-    queued_s: float
-    inference_s: float
-    batch_rows: int
-
-
-OnDone = Callable[[RowsDone | PolicyServerError], None]
-
-
-@dataclass(slots=True)
 class BatchRecord:
     """What one run of the engine was, for the metrics.
 
@@ -67,7 +47,6 @@ class BatchRecord:
         inference_s: How long the engine ran, seconds; 0 when it did not.
         queue_rows: Rows that wait behind it.
         num_late: Requests that were shed since the record before, as their deadline had passed.
-        num_failed: Requests of the batch that got an error.
     """
 
     rows: int
@@ -75,25 +54,6 @@ class BatchRecord:
     inference_s: float
     queue_rows: int
     num_late: int
-    num_failed: int
-
-
-@dataclass(slots=True)
-class _Request:
-    inputs: Mapping[str, Array]
-    rows: int
-    deadline: float
-    arrived: float
-    on_done: OnDone
-
-
-@dataclass(slots=True)
-class _Outcome:
-    """What the engine's thread hands back: outputs for the whole batch, or an answer each when that failed."""
-
-    outputs: dict[str, Array] | None
-    single: list[dict[str, Array] | PolicyServerError]
-    inference_s: float
 
 
 class Batcher:
@@ -121,12 +81,13 @@ class Batcher:
     ) -> None:
         self._engine = engine
         self._settings = settings
+        self._limit = min(engine.max_batch, settings.max_batch)
         self._observe = observe
         self._inline = run_inline
         self._required = required
         self._bound = bound
         self._loop = asyncio.get_running_loop()
-        self._queue: deque[_Request] = deque()
+        self._queue: deque[Request] = deque()
         self._queued_rows = 0
         self._busy = False
         self._start_scheduled = False
@@ -136,7 +97,7 @@ class Batcher:
         self._num_late = 0
         self._idle = asyncio.Event()
         self._idle.set()
-        self._work: queue.SimpleQueue[list[_Request] | None] = queue.SimpleQueue()
+        self._work: queue.SimpleQueue[list[Request] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         if not run_inline:
             self._thread = threading.Thread(target=self._serve_thread, name="policy-engine", daemon=True)
@@ -176,7 +137,7 @@ class Batcher:
         if deadline is None:
             deadline_ms = self._settings.deadline_ms
             deadline = math.inf if deadline_ms is None else now + deadline_ms / 1e3
-        self._queue.append(_Request(inputs, rows, deadline, now, on_done))
+        self._queue.append(Request(inputs, rows, deadline, now, on_done))
         self._queued_rows += rows
         if not self._busy:
             self._idle.clear()
@@ -244,7 +205,7 @@ class Batcher:
             return
         self._busy = True
         if self._inline:
-            self._finish(batch, self._execute(batch))
+            self._finish(batch, run_batch(self._engine, batch, self._limit))
         else:
             self._work.put(batch)
 
@@ -268,9 +229,9 @@ class Batcher:
             self._delay.cancel()
             self._delay = None
 
-    def _take_batch(self) -> list[_Request]:
+    def _take_batch(self) -> list[Request]:
         """First come, first served; the late are answered here, before they cost compute."""
-        batch: list[_Request] = []
+        batch: list[Request] = []
         rows, now, waiting = 0, time.monotonic(), self._queue
         while waiting:
             request = waiting[0]
@@ -287,21 +248,21 @@ class Batcher:
                 batch.append(request)
                 rows += request.rows
         if not batch and self._num_late:
-            self._record([], _Outcome(None, [], 0.0), now, num_failed=0)
+            self._record([], 0.0, now)
         return batch
 
-    def _finish(self, batch: list[_Request], outcome: _Outcome) -> None:
+    def _finish(self, batch: list[Request], outcome: Outcome) -> None:
         started = time.monotonic() - outcome.inference_s
         self._busy = False
         if self._queue:  # before the answers, so that the engine does not wait for them
             self._start() if not self._inline else self._schedule_start()
-        num_failed = self._answer_all(batch, outcome, started)
-        self._record(batch, outcome, started, num_failed=num_failed)
+        self._answer_all(batch, outcome, started)
+        self._record(batch, outcome.inference_s, started)
         if not self._busy and not self._queue:
             self._idle.set()
 
-    def _answer_all(self, batch: list[_Request], outcome: _Outcome, started: float) -> int:
-        rows, num_failed, first = sum(request.rows for request in batch), 0, 0
+    def _answer_all(self, batch: list[Request], outcome: Outcome, started: float) -> None:
+        rows, first = sum(request.rows for request in batch), 0
         required, bound = self._required, self._bound
         finite = outcome.outputs is not None and _is_finite(outcome.outputs[required])
         if finite and bound is not None and outcome.outputs is not None:
@@ -316,12 +277,10 @@ class Batcher:
             if not finite and not isinstance(outputs, PolicyServerError):
                 outputs = self._checked(outputs)
             if isinstance(outputs, PolicyServerError):
-                num_failed += 1
                 self._answer(request, outputs)
             else:
                 queued_s = max(started - request.arrived, 0.0)
                 self._answer(request, RowsDone(outputs, queued_s, outcome.inference_s, rows))
-        return num_failed
 
     def _checked(self, outputs: dict[str, Array]) -> dict[str, Array] | PolicyServerError:
         """One request's outputs out of a batch that holds something that is not finite."""
@@ -333,16 +292,16 @@ class Batcher:
             )
         return outputs if self._bound is None else {**outputs, self._required: self._bound(values)}
 
-    def _answer(self, request: _Request, result: RowsDone | PolicyServerError) -> None:
+    def _answer(self, request: Request, result: RowsDone | PolicyServerError) -> None:
         try:
             request.on_done(result)
         except Exception:  # one client's fault must not keep the others from their answers
             logger.exception("an answer could not be delivered")
 
-    def _record(self, batch: list[_Request], outcome: _Outcome, started: float, *, num_failed: int) -> None:
+    def _record(self, batch: list[Request], inference_s: float, started: float) -> None:
         rows = sum(request.rows for request in batch)
-        if outcome.inference_s > 0:
-            pace = rows / outcome.inference_s
+        if inference_s > 0:
+            pace = rows / inference_s
             self._rows_per_s = (
                 pace if not self._rows_per_s else self._rows_per_s + _PACE_WEIGHT * (pace - self._rows_per_s)
             )
@@ -351,10 +310,9 @@ class Batcher:
             BatchRecord(
                 rows=rows,
                 queued_s=[max(started - request.arrived, 0.0) for request in batch],
-                inference_s=outcome.inference_s,
+                inference_s=inference_s,
                 queue_rows=self._queued_rows,
                 num_late=late,
-                num_failed=num_failed,
             )
         )
 
@@ -367,51 +325,9 @@ class Batcher:
 
     def _serve_thread(self) -> None:
         while (batch := self._work.get()) is not None:
-            outcome = self._execute(batch)
+            outcome = run_batch(self._engine, batch, self._limit)
             self._loop.call_soon_threadsafe(self._finish, batch, outcome)
-
-    def _execute(self, batch: list[_Request]) -> _Outcome:
-        started = time.perf_counter()
-        try:
-            outputs = self._run(batch)
-            return _Outcome(outputs, [], time.perf_counter() - started)
-        except Exception as error:  # whatever the engine raises, the loop has to hear of it
-            if len(batch) == 1:
-                return _Outcome(None, [_failed(error)], time.perf_counter() - started)
-        single: list[dict[str, Array] | PolicyServerError] = []
-        for request in batch:  # one request's row may be what it stumbles over; the others get their actions
-            try:
-                single.append(self._run([request]))
-            except Exception as error:
-                single.append(_failed(error))
-        return _Outcome(None, single, time.perf_counter() - started)
-
-    def _run(self, batch: Sequence[_Request]) -> dict[str, Array]:
-        if len(batch) == 1:
-            inputs, rows = batch[0].inputs, batch[0].rows
-        else:
-            rows = sum(request.rows for request in batch)
-            inputs = {name: np.concatenate([request.inputs[name] for request in batch]) for name in batch[0].inputs}
-        limit = min(self._engine.max_batch, self._settings.max_batch)
-        if rows <= limit:
-            outputs = self._engine.run(inputs)
-        else:
-            parts = [
-                self._engine.run({name: values[first : first + limit] for name, values in inputs.items()})
-                for first in range(0, rows, limit)
-            ]
-            outputs = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
-        for name, values in outputs.items():
-            if values.shape[:1] != (rows,):
-                raise EngineError(f"the model's output {name} has the shape {values.shape} for {rows} rows")
-        return outputs
 
 
 def _is_finite(values: Array) -> bool:
     return values.dtype.kind in "iub" or bool(np.isfinite(values).all())
-
-
-def _failed(error: Exception) -> PolicyServerError:
-    if not isinstance(error, EngineError):
-        logger.error("the engine failed", exc_info=error)
-    return EngineFailedError(f"the engine could not run this observation: {error}")

@@ -58,10 +58,10 @@ def _given(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def _announce(settings: ServerSettings, port: int, say: Callable[[str], None]) -> None:
-    address = f"http://{_reachable(settings.host)}:{port}"
+    address = f"http://{settings.reachable_host}:{port}"
     say(f"serving policies at {address} (page: {address}/, API: {address}/docs); stop with Ctrl-C")
     if settings.grpc_port is not None:
-        say(f"gRPC at {_reachable(settings.host)}:{settings.grpc_port}")
+        say(f"gRPC at {settings.reachable_host}:{settings.grpc_port}")
     line = example_call(settings, address)
     if line is not None:
         say("try:")
@@ -90,8 +90,3 @@ def _nested(shape: tuple[int, ...], value: float) -> Any:
     if not shape:
         return value
     return [_nested(shape[1:], value) for _ in range(shape[0])]
-
-
-def _reachable(host: str) -> str:
-    named = {"0.0.0.0": "127.0.0.1", "::": "[::1]", "": "127.0.0.1"}  # noqa: S104  # compared, not bound to
-    return named.get(host, f"[{host}]" if ":" in host else host)

@@ -93,8 +93,7 @@ async def run_episode(
 
 async def _run(manifest: Manifest, settings: ServerSettings, socket: WebSocket, seed: int, key: str | None) -> None:
     training = manifest.training
-    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(settings.host, settings.host)  # noqa: S104  # compared, not bound
-    address = f"http://{f'[{host}]' if ':' in host else host}:{settings.port}"
+    address = f"http://{settings.reachable_host}:{settings.port}"
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "policy_server.episode", "--address", address, "--policy", manifest.name),
         *("--environment", str(training.environment), "--kwargs", json.dumps(training.environment_kwargs)),

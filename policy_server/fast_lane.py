@@ -16,7 +16,7 @@ from typing import Any, ClassVar, Protocol
 
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
-from policy_server.batcher import RowsDone
+from policy_server.batch_run import RowsDone
 from policy_server.errors import PolicyServerError
 from policy_server.request_head import ActHead, error_headers, new_request_id, read_act_head
 from policy_server.security import ApiKeys

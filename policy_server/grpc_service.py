@@ -6,9 +6,7 @@ the shared port.
 
 from __future__ import annotations
 
-import json
 import logging
-import time
 from collections.abc import Awaitable, Callable
 from typing import Any, cast
 
@@ -19,10 +17,12 @@ from policy_server.inference import describe_model, infer, model_config, reposit
 from policy_server.metrics import Metrics
 from policy_server.security import ApiKeys
 from policy_server.settings import ServerSettings
-from policy_server.wire_tensors import DATATYPES, InferRequest, array_of, parse_options
+from policy_server.wire import MAX_TIMEOUT_MS
+from policy_server.wire_tensors import DATATYPES, InferRequest, array_of, parse_options, to_bytes
 
 try:
     import grpc  # pyright: ignore[reportMissingTypeStubs]
+    from google.protobuf import json_format
     from tritonclient.grpc import model_config_pb2, service_pb2, service_pb2_grpc  # pyright: ignore[reportMissingTypeStubs]
 except ModuleNotFoundError as error:
     raise StartError(
@@ -143,7 +143,7 @@ class _Service(_Servicer):
         async def describe() -> Any:
             found = model_config(self._host.find(request.name, _version(request.version)))
             config = _config_pb.ModelConfig()
-            _json_format().Parse(json.dumps(found), config)
+            json_format.ParseDict(found, config)
             return _pb.ModelConfigResponse(config=config)
 
         return await _answered(describe(), context)
@@ -182,20 +182,12 @@ class _Service(_Servicer):
                 yield _pb.ModelStreamInferResponse(error_message=error.message)
 
     async def _infer(self, request: Any, remaining_s: float | None) -> Any:
-        started = time.perf_counter()
-        found, status = 0, 500
-        try:
+        with self._metrics.observing(request.model_name, "grpc") as observed:
             asked = _parse(request, remaining_s)
             served = self._host.find(request.model_name, _version(request.model_version), asked.options.session_id)
-            found = served.version
+            observed.version = served.version
             outputs = await infer(served, asked)
-            status = 200
-        except PolicyServerError as error:
-            status = error.status
-            raise
-        finally:
-            self._metrics.observe_request(request.model_name, found, status, time.perf_counter() - started, "grpc")
-        return _encode(outputs, request.model_name, found, request.id)
+        return _encode(outputs, request.model_name, served.version, request.id)
 
 
 async def _answered(work: Awaitable[Any], context: Any) -> Any:
@@ -226,7 +218,7 @@ def _parse(request: Any, remaining_s: float | None) -> InferRequest:
         arrays[tensor.name] = array_of(tensor.name, tensor.datatype, list(tensor.shape), content, data)
     options = parse_options({name: _value(parameter) for name, parameter in request.parameters.items()})
     if remaining_s is not None and (options.timeout_ms is None or remaining_s * 1e3 < options.timeout_ms):
-        options.timeout_ms = min(max(remaining_s * 1e3, 1e-3), 3_600_000.0)
+        options.timeout_ms = min(max(remaining_s * 1e3, 1e-3), float(MAX_TIMEOUT_MS))
     return InferRequest(arrays, outputs=[output.name for output in request.outputs], options=options)
 
 
@@ -239,7 +231,7 @@ def _encode(outputs: dict[str, Array], model: str, version: int, request_id: str
     answer = _pb.ModelInferResponse(model_name=model, model_version=str(version), id=request_id)
     for name, values in outputs.items():
         answer.outputs.add(name=name, datatype=DATATYPES[values.dtype.name], shape=list(values.shape))
-        answer.raw_output_contents.append(values.astype(values.dtype.newbyteorder("<"), copy=False).tobytes())
+        answer.raw_output_contents.append(to_bytes(values))
     return answer
 
 
@@ -249,9 +241,3 @@ def _version(text: str) -> int | None:
     if not text.isascii() or not text.isdecimal() or len(text) > 18:
         raise InvalidRequestError(f"model_version: {text[:40]!r}, a whole number is expected", field="model_version")
     return int(text)
-
-
-def _json_format() -> Any:
-    from google.protobuf import json_format
-
-    return json_format

@@ -12,18 +12,17 @@ import os
 import tempfile
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
 import watchfiles
 
-from policy_server.deployment import Canary, Desired, PolicyDesire, candidates, is_canary_session
+from policy_server.deployment import Canary, Desired, PolicyDesire, candidates
 from policy_server.errors import LoadFailedError, NotReadyError, PolicyNotFoundError, PolicyServerError, StartError
-from policy_server.manifest import Manifest
+from policy_server.live import LivePolicy, PolicyStatus
+from policy_server.loading import VersionLoader
 from policy_server.metrics import Metrics
-from policy_server.repository import load_version
-from policy_server.repository_scan import LoadError, fingerprint, scan
+from policy_server.repository_scan import LoadError, scan
 from policy_server.runtime import RuntimeFolder, WorkerStatus
 from policy_server.served import ServedPolicy
 from policy_server.settings import ServerSettings
@@ -35,43 +34,6 @@ _awatch = cast("Any", watchfiles).awatch
 _RESCAN_MS = 5_000  # file systems without notifications are looked at this often
 _POLL_S = 0.02
 _FOLD_S = 0.2
-
-
-@dataclass(frozen=True)
-class _Live:
-    """What answers for one policy."""
-
-    stable: ServedPolicy
-    canary: ServedPolicy | None = None
-    share: float = 0.0
-
-    def versions(self) -> list[ServedPolicy]:
-        return [self.stable, *([self.canary] if self.canary is not None else [])]
-
-
-@dataclass(frozen=True)
-class PolicyStatus:
-    """One policy of the repository, for people.
-
-    Attributes:
-        name: Its name.
-        state: ``live``, ``unloaded`` or ``failed``.
-        live: The stable version, if it is live.
-        canary: The second version, if there is one.
-        canary_share: Its share of the sessions.
-        versions: All versions in the repository.
-        withdrawn: Versions that were rolled back.
-        failures: Why a version is not live.
-    """
-
-    name: str
-    state: str
-    live: ServedPolicy | None
-    canary: ServedPolicy | None
-    canary_share: float
-    versions: list[int]
-    withdrawn: list[int]
-    failures: dict[int, str]
 
 
 class PolicyHost:
@@ -95,9 +57,8 @@ class PolicyHost:
             runtime = RuntimeFolder(Path(self._own_runtime.name))
         self._runtime = runtime
         self._slot = slot
-        self._live: dict[str, _Live] = {}
-        self._fingerprints: dict[tuple[str, int], object] = {}
-        self._failed: dict[tuple[str, int], tuple[object, str]] = {}
+        self._live: dict[str, LivePolicy] = {}
+        self._loader = VersionLoader(settings, metrics)
         self._versions: dict[str, list[int]] = {}
         self._desired = Desired()
         self._reconciling = asyncio.Lock()
@@ -122,15 +83,7 @@ class PolicyHost:
         live = self._live.get(name)
         if live is None:
             raise self._not_live(name)
-        if version is not None:
-            for served in live.versions():
-                if served.version == version:
-                    return served
-            shown = " and ".join(str(served.version) for served in live.versions())
-            raise PolicyNotFoundError(f"version {version} of {name} is not live; {shown} is", field="version")
-        if live.canary is not None and session_id is not None and is_canary_session(name, session_id, live.share):
-            return live.canary
-        return live.stable
+        return live.choose(name, version, session_id)
 
     def _not_live(self, name: str) -> PolicyServerError:
         if not self._started:
@@ -168,7 +121,7 @@ class PolicyHost:
             canary_share=live.share if live is not None else 0.0,
             versions=self._versions.get(name, []),
             withdrawn=sorted(desire.withdrawn),
-            failures={version: text for (policy, version), (_, text) in sorted(self._failed.items()) if policy == name},
+            failures=self._loader.failures_of(name),
         )
 
     # What changes it.
@@ -185,10 +138,9 @@ class PolicyHost:
                 f"repository={str(folder)!r}: no such folder; name one that holds NAME/VERSION/", exit_code=2
             )
         await self._reconcile()
-        if self._failed and not self._live:
-            raise StartError(
-                "no policy can be served:\n" + "\n".join(text for _, text in self._failed.values()), exit_code=1
-            )
+        failures = self._loader.failures()
+        if failures and not self._live:
+            raise StartError("no policy can be served:\n" + "\n".join(failures.values()), exit_code=1)
         if not self._live:
             logger.warning("%s: holds no policy (NAME/VERSION/policy.json); waiting for one", folder)
         self._started = True
@@ -228,14 +180,13 @@ class PolicyHost:
             pinned = version if version != max(there) else None
             return desired.with_policy(name, PolicyDesire(pinned=pinned, withdrawn=withdrawn, canary=canary))
 
-        for key in [key for key in self._failed if key[0] == name]:
-            del self._failed[key]  # asked for again: try again
+        self._loader.forget_failures(lambda policy, _: policy == name)  # asked for again: try again
         generation = await self._ask(change)
         expected = version if version is not None else max(there, default=None)
         live = self._live.get(name)
-        failure = self._failed.get((name, expected or 0))
+        failure = self._loader.failures_of(name).get(expected or 0)
         if failure is not None and (live is None or live.stable.version != expected):
-            raise LoadFailedError(failure[1], field="version")
+            raise LoadFailedError(failure, field="version")
         self._raise_failures(generation, name, expected)
 
     async def unload(self, name: str) -> None:
@@ -298,12 +249,12 @@ class PolicyHost:
             return desired.with_policy(name, desired.of(name).model_copy(update=update))
 
         before = self._desired.of(name)
-        self._failed.pop((name, version or 0), None)
+        self._loader.forget_failures(lambda policy, number: (policy, number) == (name, version))
         await self._ask(change)
-        failure = self._failed.get((name, version or 0))
+        failure = self._loader.failures_of(name).get(version or 0)
         if failure is not None:
             await self._ask(lambda desired: desired.with_policy(name, before))
-            raise LoadFailedError(failure[1], field="version")
+            raise LoadFailedError(failure, field="version")
 
     def _scan_versions(self, name: str) -> list[int]:
         versions = scan(self.settings.repository).get(name)
@@ -344,8 +295,7 @@ class PolicyHost:
                 return
             self._desired = desired
             self._versions = {name: list(folders) for name, folders in found.items()}
-            for key in [key for key in self._failed if key[1] not in found.get(key[0], {})]:
-                del self._failed[key]
+            self._loader.forget_failures(lambda policy, number: number not in found.get(policy, {}))
             for name in sorted({*found, *self._live}):
                 await self._reconcile_policy(name, found.get(name, {}), desired.of(name))
             self._report()
@@ -356,61 +306,17 @@ class PolicyHost:
         floor = live.stable.version if live is not None else 0
         stable: ServedPolicy | None = None
         for version in candidates(folders, desire):
-            stable = await self._obtain(folders[version], name, version, at_hand)
+            stable = await self._loader.obtain(folders[version], at_hand, quiet=not self._started)
             if stable is not None:
                 break
         if stable is None and live is not None and floor in folders and not desire.unloaded:
             stable = live.stable  # nothing else loads: rather this one than none
         canary: ServedPolicy | None = None
         if desire.canary is not None and stable is not None and desire.canary.version in folders:
-            canary = await self._obtain(folders[desire.canary.version], name, desire.canary.version, at_hand)
+            canary = await self._loader.obtain(folders[desire.canary.version], at_hand, quiet=not self._started)
             if canary is not None and canary.version == stable.version:
                 canary = None
         self._swap(name, stable, canary, desire.canary.share if desire.canary is not None else 0.0)
-
-    async def _obtain(
-        self, folder: Path, name: str, version: int, at_hand: dict[int, ServedPolicy]
-    ) -> ServedPolicy | None:
-        """A version that is live already, or loads; None, and why is remembered, if it does not."""
-        key = (name, version)
-        state = await asyncio.to_thread(fingerprint, folder)
-        served = at_hand.get(version)
-        if served is not None and self._fingerprints.get(key) == state:
-            return served
-        failed = self._failed.get(key)
-        if failed is not None and failed[0] == state:
-            return served
-        try:
-            loaded = await asyncio.to_thread(load_version, folder, self.settings)
-            other = next(iter(at_hand.values()), None)
-            if other is not None and not are_exchangeable(loaded.manifest, other.manifest):
-                loaded.engine.close()
-                raise LoadError(
-                    f"{folder}: takes or gives something else than version {other.version}, which is live; clients "
-                    "could not tell; export it under another name, or unload the policy first"
-                )
-        except LoadError as error:
-            text = str(error)
-            self._failed[key] = (state, text)
-            log = logger.info if served is None and not self._started else logger.warning
-            log("%s %s is not made live: %s", name, version, text)
-            return served
-        self._failed.pop(key, None)
-        self._fingerprints[key] = state
-        logger.info(
-            "%s %s loaded in %.2f s; a batch of %d takes %.2f ms",
-            name, version, loaded.load_s, loaded.batching.max_batch, loaded.batch_s * 1e3,
-        )  # fmt: skip
-        return ServedPolicy(
-            manifest=loaded.manifest,
-            engine=loaded.engine,
-            batching=loaded.batching,
-            engine_name=loaded.engine_settings.engine,
-            observe=self.metrics.meters(name, version).observe_batch,
-            max_rows=self.settings.max_rows,
-            run_inline_below_s=loaded.engine_settings.run_inline_below_ms / 1e3,
-            batch_s=loaded.batch_s,
-        )
 
     def _swap(self, name: str, stable: ServedPolicy | None, canary: ServedPolicy | None, share: float) -> None:
         """From here on requests find these; the others finish what they have and end."""
@@ -418,7 +324,7 @@ class PolicyHost:
         if stable is None:
             self._live.pop(name, None)
         else:
-            self._live[name] = _Live(stable, canary, share)
+            self._live[name] = LivePolicy(stable, canary, share)
         kept = {id(served) for served in (stable, canary) if served is not None}
         for served in old.versions() if old is not None else []:
             if id(served) not in kept:
@@ -441,7 +347,7 @@ class PolicyHost:
                 generation=self._desired.generation,
                 ready=self._started,
                 live={name: [served.version for served in live.versions()] for name, live in self._live.items()},
-                failures={f"{name}/{version}": text for (name, version), (_, text) in self._failed.items()},
+                failures=self._loader.failures(),
             )
         )
 
@@ -482,13 +388,6 @@ class PolicyHost:
         task = asyncio.create_task(work, name=work.__name__.strip("_"))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
-
-
-def are_exchangeable(one: Manifest, other: Manifest) -> bool:
-    """Whether clients of one version can be answered by the other: same observation and same action."""
-    return [(field.name, field.shape, field.dtype) for field in one.observation] == [
-        (field.name, field.shape, field.dtype) for field in other.observation
-    ] and (one.action.kind, one.action.shape) == (other.action.kind, other.action.shape)
 
 
 def _listed(versions: list[int]) -> str:

@@ -9,7 +9,7 @@ from policy_server.engines.base import Array
 from policy_server.host import PolicyHost
 from policy_server.served import ACTION, ActRequest, ServedPolicy
 from policy_server.wire import deadline_after
-from policy_server.wire_tensors import DATATYPES, InferRequest, choose_outputs
+from policy_server.wire_tensors import DATATYPES, InferRequest, check_outputs
 
 EXTENSIONS = ("binary_tensor_data", "model_repository", "model_configuration", "parameters")
 
@@ -30,10 +30,11 @@ def describe_model(host: PolicyHost, name: str, version: int | None) -> dict[str
         PolicyNotFoundError: It is not live.
     """
     served = host.find(name, version)
-    live = [status for status in (host.status(name),) for status in (status.live, status.canary) if status is not None]
+    status = host.status(name)
+    shown = [served] if version is not None else [status.live, status.canary]
     return {
         "name": name,
-        "versions": [str(other.version) for other in ([served] if version is not None else live)],
+        "versions": [str(other.version) for other in shown if other is not None],
         "platform": "onnxruntime_onnx",
         "inputs": _inputs(served),
         "outputs": _outputs(served),
@@ -84,7 +85,8 @@ async def infer(served: ServedPolicy, asked: InferRequest) -> dict[str, Array]:
         PolicyServerError: The inputs are wrong, or what became of the request.
     """
     arrays, rows, batched = served.observations.from_arrays(asked.arrays, path="inputs")
-    choose_outputs(dict.fromkeys(output_names(served), arrays[next(iter(arrays))]), asked.outputs)  # before it costs
+    names = output_names(served)
+    check_outputs(names, asked.outputs)
     options = asked.options
     request = ActRequest(
         arrays,
@@ -96,7 +98,7 @@ async def infer(served: ServedPolicy, asked: InferRequest) -> dict[str, Array]:
         options.session_id,
     )
     done = await served.infer(request)
-    outputs = choose_outputs(done.outputs, asked.outputs)
+    outputs = {name: done.outputs[name] for name in asked.outputs or names}
     return outputs if batched else {name: values[0] for name, values in outputs.items()}
 
 

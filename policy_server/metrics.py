@@ -11,7 +11,9 @@ import mmap
 import os
 import re
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Generator, Iterable, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, InfoMetricFamily
 
 from policy_server.batcher import BatchRecord
+from policy_server.errors import PolicyServerError
 
 STAGES = ("queue", "inference", "total")
 TIME_BUCKETS_S = np.asarray([round(1e-4 * 1.5**step, 7) for step in range(29)], np.float64)
@@ -99,6 +102,13 @@ class Meters:
         _count(self.counters[at : at + _TIMES], TIME_BUCKETS_S, seconds)
 
 
+@dataclass(slots=True)
+class Observed:
+    """A request that is being answered; ``version`` is told when it is known."""
+
+    version: int = 0
+
+
 class Metrics:
     """All counters of one worker, and the sum over the workers.
 
@@ -142,6 +152,20 @@ class Metrics:
             meters.total_s.append(total_s)
         key = (protocol, status)
         meters.requests[key] = meters.requests.get(key, 0) + 1
+
+    @contextmanager
+    def observing(self, policy: str, protocol: str) -> Generator[Observed]:
+        """Counts the request that is answered inside, whatever becomes of it."""
+        started = time.perf_counter()
+        observed, status = Observed(), 500
+        try:
+            yield observed
+            status = 200
+        except PolicyServerError as error:
+            status = error.status
+            raise
+        finally:
+            self.observe_request(policy, observed.version, status, time.perf_counter() - started, protocol)
 
     def fold(self) -> None:
         """Counts what has gathered, on the event loop's thread; called a few times a second and before a scrape."""

@@ -7,7 +7,6 @@ Legend: n rows of a request.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping
 from itertools import accumulate, chain
 from typing import Any, cast
@@ -118,7 +117,7 @@ class ObservationParser:
             if name not in given:
                 field = f"{path}.{name}"
                 raise InvalidRequestError(f"{field}: is missing; the fields are {expected}", field=field)
-        field = f"{path}.{_short(min(given - self._fields.keys()))}"
+        field = f"{path}.{shortened(min(given - self._fields.keys()))}"
         raise InvalidRequestError(f"{field}: the policy has no such field; the fields are {expected}", field=field)
 
     def _joined(
@@ -217,11 +216,6 @@ class ObservationParser:
         )
 
 
-def observation_size(fields: Iterable[ObservationField]) -> int:
-    """Values of one observation, all fields together."""
-    return sum(math.prod(field.shape) for field in fields)
-
-
 def _as_whole(values: Array, path: str) -> Array:
     if not np.all(np.abs(values) < _LARGEST_EXACT) or np.any(values != np.floor(values)):
         raise InvalidRequestError(
@@ -240,8 +234,8 @@ def _are_plain_numbers(values: list[Any], size: int) -> bool:
     )
 
 
-def _short(name: object) -> str:
-    text = str(name)
+def shortened(text: str) -> str:
+    """A text of a client's as messages show it: not longer than a line bears."""
     return text if len(text) <= _SHOWN else text[: _SHOWN - 3] + "..."
 
 

@@ -14,7 +14,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from policy_server.batcher import Batcher, BatchRecord, OnDone, RowsDone
+from policy_server.batch_run import OnDone, RowsDone
+from policy_server.batcher import Batcher, BatchRecord
 from policy_server.engines.base import Array, Engine
 from policy_server.errors import InvalidRequestError
 from policy_server.manifest import Manifest

@@ -91,6 +91,12 @@ class ServerSettings(BaseSettings):
     batching: BatchingSettings = BatchingSettings()
     engine: EngineSettings = EngineSettings()
 
+    @property
+    def reachable_host(self) -> str:
+        """The host for addresses that are called on this machine."""
+        named = {"0.0.0.0": "127.0.0.1", "::": "[::1]", "": "127.0.0.1"}  # noqa: S104  # compared, not bound to
+        return named.get(self.host, f"[{self.host}]" if ":" in self.host else self.host)
+
     @field_validator("api_keys")
     @classmethod
     def _check_keys(cls, keys: tuple[SecretStr, ...]) -> tuple[SecretStr, ...]:

@@ -42,7 +42,6 @@ class _Worker:
     started: float = 0.0
     num_early_ends: int = 0
     start_at: float = 0.0
-    was_ready: bool = False
     last_lines: list[bytes] = field(default_factory=list[bytes])
     reader: threading.Thread | None = None
 
@@ -120,7 +119,7 @@ class Supervisor:
             start_new_session=True,  # Ctrl-C in a terminal reaches this process alone, which passes it on once
             env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
         )
-        worker.started, worker.was_ready, worker.last_lines = time.monotonic(), False, []
+        worker.started, worker.last_lines = time.monotonic(), []
         worker.reader = threading.Thread(
             target=_pass_on, args=(worker.process, worker.last_lines, self._started), daemon=True
         )

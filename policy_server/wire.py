@@ -15,10 +15,10 @@ from typing import Any, cast
 import numpy as np
 import orjson
 
-from policy_server.batcher import RowsDone
+from policy_server.batch_run import RowsDone
 from policy_server.engines.base import Array
 from policy_server.errors import InvalidRequestError
-from policy_server.observation import ObservationParser
+from policy_server.observation import ObservationParser, shortened
 from policy_server.served import ACTION, MAX_SEED, ActRequest
 
 MAX_SESSION_ID = 256
@@ -47,7 +47,7 @@ def decode_act(body: bytes | bytearray | memoryview) -> dict[str, Any]:
             raise InvalidRequestError('observation: is missing; send {"observation": ...}', field="observation")
         for name in names:
             if name not in _FIELDS:
-                shown = name if len(name) <= 40 else name[:37] + "..."
+                shown = shortened(name)
                 known = ", ".join(sorted(_FIELDS))
                 raise InvalidRequestError(f"{shown}: there is no such field; there are {known}", field=shown)
     return cast("dict[str, Any]", content)
@@ -183,5 +183,4 @@ def encode_json(content: Any) -> bytes:
 def _shown(value: object) -> str:
     if isinstance(value, list | dict):  # however deep they are
         return "a list" if isinstance(value, list) else "an object"
-    text = repr(value[:_MAX_SHOWN] if isinstance(value, str) else value)
-    return text if len(text) <= _MAX_SHOWN else text[: _MAX_SHOWN - 3] + "..."
+    return shortened(repr(value[:_MAX_SHOWN] if isinstance(value, str) else value))

@@ -7,7 +7,7 @@ after the other, little-endian and in C order. Pure functions; no HTTP and no en
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -215,7 +215,7 @@ def encode_infer(
     for name, values in outputs.items():
         entry: dict[str, Any] = {"name": name, "datatype": DATATYPES[values.dtype.name], "shape": list(values.shape)}
         if request.binary.get(name, request.binary.get(None, False)):
-            content = values.astype(values.dtype.newbyteorder("<"), copy=False).tobytes()
+            content = to_bytes(values)
             entry["parameters"] = {"binary_data_size": len(content)}
             raw.append(content)
         else:
@@ -293,18 +293,22 @@ def _outputs(value: object) -> tuple[list[str], dict[str | None, bool]]:
     return names, binary
 
 
-def choose_outputs(available: Mapping[str, Array], names: Sequence[str]) -> dict[str, Array]:
-    """The outputs asked for; all if none are named.
+def to_bytes(values: Array) -> bytes:
+    """A tensor's bytes as the protocol has them: little-endian, in C order."""
+    return values.astype(values.dtype.newbyteorder("<"), copy=False).tobytes()
+
+
+def check_outputs(available: Collection[str], names: Sequence[str]) -> None:
+    """Whether a policy gives the outputs asked for.
 
     Raises:
-        InvalidRequestError: The policy does not give one of them.
+        InvalidRequestError: It does not give one of them.
     """
     for name in names:
         if name not in available:
             raise InvalidRequestError(
                 f"outputs.{name[:40]}: the policy gives {', '.join(available)}", field=f"outputs.{name[:40]}"
             )
-    return {name: available[name] for name in names or available}
 
 
 def _object(value: object, path: str) -> dict[str, Any]:

@@ -1,12 +1,17 @@
-"""Malformed bodies and frames for the policy server: mutations of good ones, the same for the same seed."""
+"""Malformed bodies and frames for the policy server, the same for the same seed, and the sending of them."""
 
 from __future__ import annotations
 
+import http.client
 import json
 import random
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from typing import Any
 
 import numpy as np
+from websockets.exceptions import ConnectionClosed
+from websockets.sync.client import connect
 
 from policy_server.wire_msgpack import pack
 
@@ -90,3 +95,49 @@ def broken_frames(number: int, seed: int) -> Iterator[bytes]:
             if frame:
                 frame[chosen.randrange(len(frame))] = chosen.randrange(256)
         yield bytes(frame)
+
+
+def send_bodies(port: int, path: str, requests: Iterable[tuple[bytes, dict[str, str]]]) -> Counter[str]:
+    """Posts bodies with their headers over one connection; how often each status was answered."""
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
+    counts: Counter[str] = Counter()
+    for body, headers in requests:
+        connection.request("POST", path, body, headers)
+        answer = connection.getresponse()
+        answer.read()
+        counts[str(answer.status)] += 1
+    connection.close()
+    return counts
+
+
+def send_infer_bodies(port: int, number: int, seed: int) -> Counter[str]:
+    """Broken binary tensors to the shipped policy."""
+    headers = {"Content-Type": "application/octet-stream"}
+    bodies = broken_infer_bodies(number, seed)
+    requests = ((body, {**headers, "Inference-Header-Content-Length": length}) for body, length in bodies)
+    return send_bodies(port, "/v2/models/fetch-reach/infer", requests)
+
+
+def send_frames(port: int, frames: Iterable[bytes]) -> Counter[str]:
+    """Sends frames over a WebSocket, and over a new one when it was closed.
+
+    Returns:
+        How often each kind of answer came: ``action``, the code of an error, or ``closed``.
+    """
+    counts: Counter[str] = Counter()
+    socket: Any = None
+    for frame in frames:
+        if socket is None:
+            socket = connect(f"ws://127.0.0.1:{port}/", compression=None)
+            socket.recv()
+        try:
+            socket.send(frame)
+            answer = socket.recv(30)
+        except ConnectionClosed:
+            counts["closed"] += 1
+            socket = None
+            continue
+        counts[answer.partition(":")[0] if isinstance(answer, str) else "action"] += 1
+    if socket is not None:
+        socket.close()
+    return counts

@@ -9,7 +9,6 @@ OpenAPI runs in the tests and, with more examples, here.
 from __future__ import annotations
 
 import argparse
-import http.client
 import re
 import subprocess
 import sys
@@ -19,13 +18,11 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from websockets.exceptions import ConnectionClosed
-from websockets.sync.client import connect
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # run as a script: benchmarks/ is no package
 sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
 
-from hostile_frames import broken_frames, broken_infer_bodies
+from hostile_frames import broken_frames, send_frames, send_infer_bodies
 from record import keep_record
 from served_policies import RunningPolicyServer, running_policy_server
 
@@ -68,37 +65,12 @@ def main() -> None:
 
 def attack_tensors(server: RunningPolicyServer, number: int, seed: int) -> Counter[str]:
     """Answers by status."""
-    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=30)
-    counts: Counter[str] = Counter()
-    for body, length in broken_infer_bodies(number, seed):
-        headers = {"Inference-Header-Content-Length": length, "Content-Type": "application/octet-stream"}
-        connection.request("POST", "/v2/models/fetch-reach/infer", body, headers)
-        answer = connection.getresponse()
-        answer.read()
-        counts[str(answer.status)] += 1
-    connection.close()
-    return counts
+    return send_infer_bodies(server.port, number, seed)
 
 
 def attack_socket(server: RunningPolicyServer, number: int, seed: int) -> Counter[str]:
     """Answers by kind: an action, or the code of the error."""
-    counts: Counter[str] = Counter()
-    socket: Any = None
-    for frame in broken_frames(number, seed):
-        if socket is None:
-            socket = connect(f"ws://127.0.0.1:{server.port}/", compression=None)
-            socket.recv()
-        try:
-            socket.send(frame)
-            answer = socket.recv(30)
-        except ConnectionClosed:
-            counts["closed"] += 1
-            socket = None
-            continue
-        counts[answer.partition(":")[0] if isinstance(answer, str) else "action"] += 1
-    if socket is not None:
-        socket.close()
-    return counts
+    return send_frames(server.port, broken_frames(number, seed))
 
 
 def schemathesis_run(server: RunningPolicyServer, examples: int) -> str:

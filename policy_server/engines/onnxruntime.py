@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
-import numpy as np
 import onnxruntime  # pyright: ignore[reportMissingTypeStubs]
 
 from policy_server.engines.base import Array, EngineError, TensorInfo
@@ -94,16 +92,6 @@ def describe_tensors(tensors: Sequence[Any]) -> tuple[TensorInfo, ...]:
             )
         )
     return tuple(described)
-
-
-def zeros(tensors: Sequence[TensorInfo], batch: int) -> dict[str, Array]:
-    """Inputs of zeros, for warming; open dimensions are one."""
-    return {tensor.name: np.zeros((batch, *(size or 1 for size in tensor.shape)), tensor.dtype) for tensor in tensors}
-
-
-def num_values(tensor: TensorInfo) -> int:
-    """Values of one row; open dimensions count one."""
-    return math.prod(size or 1 for size in tensor.shape)
 
 
 def first_line(error: BaseException) -> str:

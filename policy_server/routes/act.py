@@ -12,7 +12,8 @@ from pydantic import BaseModel, ConfigDict, Field
 from policy_server.errors import PolicyServerError
 from policy_server.request_head import SESSION_HEADER, TIMEOUT_HEADER, read_act_headers
 from policy_server.routes.answers import ERRORS, PolicyName, host_of, metrics_of
-from policy_server.wire import decode_act, encode_act, parse_act, session_of
+from policy_server.served import MAX_SEED
+from policy_server.wire import MAX_SESSION_ID, MAX_TIMEOUT_MS, decode_act, encode_act, parse_act, session_of
 
 router = APIRouter(tags=["act"])
 
@@ -39,14 +40,18 @@ class ActBody(BaseModel):
     deterministic: Annotated[bool, Field(description="The best action; false draws one.")] = True
     seed: Annotated[
         int | None,
-        Field(ge=0, le=(1 << 64) - 1, description="What to draw with; the same seed gives the same action."),
+        Field(ge=0, le=MAX_SEED, description="What to draw with; the same seed gives the same action."),
     ] = None
     timeout_ms: Annotated[
-        float | None, Field(gt=0, le=3_600_000, description="When the request is too late to begin: 504.")
+        float | None, Field(gt=0, le=MAX_TIMEOUT_MS, description="When the request is too late to begin: 504.")
     ] = None
     session_id: Annotated[
         str | None,
-        Field(min_length=1, max_length=256, description="Whose request it is; a session stays with its version."),
+        Field(
+            min_length=1,
+            max_length=MAX_SESSION_ID,
+            description="Whose request it is; a session stays with its version.",
+        ),
     ] = None
 
 
@@ -94,13 +99,13 @@ _DOCS: dict[str, Any] = {
                 "name": SESSION_HEADER,
                 "in": "header",
                 "description": "As session_id.",
-                "schema": {"type": "string", "minLength": 1, "maxLength": 256},
+                "schema": {"type": "string", "minLength": 1, "maxLength": MAX_SESSION_ID},
             },
             {
                 "name": TIMEOUT_HEADER,
                 "in": "header",
                 "description": "As timeout_ms.",
-                "schema": {"type": "number", "exclusiveMinimum": 0, "maximum": 3_600_000},
+                "schema": {"type": "number", "exclusiveMinimum": 0, "maximum": MAX_TIMEOUT_MS},
             },
         ],
     },

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import time
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Path, Request
 from fastapi.responses import Response
 from pydantic import BaseModel, Field
 
-from policy_server.errors import InvalidRequestError, PolicyNotFoundError, PolicyServerError
+from policy_server.errors import InvalidRequestError, PolicyNotFoundError
 from policy_server.inference import describe_model, infer, model_config, repository_index, server_metadata
 from policy_server.routes.answers import PolicyName, host_of, metrics_of
 from policy_server.wire_tensors import encode_infer, parse_infer
@@ -182,20 +181,12 @@ async def _infer(name: str, version: int | None, request: Request) -> Response:
     if request.headers.get("content-encoding", "identity") != "identity":
         raise InvalidRequestError("content-encoding: send the body uncompressed", field="content-encoding")
     body = await request.body()
-    started = time.perf_counter()
-    found, status = 0, 500
-    try:
+    with metrics_of(request).observing(name, "oip") as observed:
         asked = parse_infer(body, request.headers.get(HEADER_LENGTH))
         served = host_of(request).find(name, version, asked.options.session_id)
-        found = served.version
+        observed.version = served.version
         outputs = await infer(served, asked)
-        status = 200
-    except PolicyServerError as error:
-        status = error.status
-        raise
-    finally:
-        metrics_of(request).observe_request(name, found, status, time.perf_counter() - started, "oip")
-    content, length = encode_infer(outputs, model=name, version=found, request=asked)
+    content, length = encode_infer(outputs, model=name, version=served.version, request=asked)
     if length is None:
         return Response(content, media_type="application/json")
     return Response(content, media_type="application/octet-stream", headers={HEADER_LENGTH: str(length)})

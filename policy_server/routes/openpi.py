@@ -18,14 +18,14 @@ from typing import Any, cast
 import numpy as np
 from fastapi import APIRouter, WebSocket, WebSocketDisconnect
 
-from policy_server.batcher import RowsDone
+from policy_server.batch_run import RowsDone
 from policy_server.engines.base import Array
 from policy_server.errors import InvalidRequestError, PolicyServerError, SupersededError
 from policy_server.host import PolicyHost
 from policy_server.metrics import Metrics
 from policy_server.middleware import request_id_of
 from policy_server.routes.answers import host_of, metrics_of
-from policy_server.served import ActRequest, ServedPolicy
+from policy_server.served import MAX_SEED, ActRequest, ServedPolicy
 from policy_server.wire import check_seed, check_session_id, check_timeout_ms, deadline_after
 from policy_server.wire_msgpack import pack, unpack
 
@@ -181,7 +181,7 @@ class _Loop:
                 arrays, rows, batched, choices.deterministic, self._seed, deadline_after(choices.timeout_ms)
             )
             if self._seed is not None:
-                self._seed = (self._seed + 1) % (1 << 64)
+                self._seed = (self._seed + 1) % (MAX_SEED + 1)
             done = await served.infer(request)
         except PolicyServerError as error:
             await self._send_error(error, started, version)

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Request
 from pydantic import BaseModel, ConfigDict, Field
 
-from policy_server.host import PolicyStatus
+from policy_server.live import PolicyStatus
 from policy_server.manifest import Manifest
 from policy_server.routes.answers import ERRORS, PolicyName, host_of
 from policy_server.served import ServedPolicy

@@ -13,12 +13,7 @@ from policy_server.metrics import TIME_BUCKETS_S, Metrics
 
 def record(rows: int, *, late: int = 0, queued_s: float = 0.001) -> BatchRecord:
     return BatchRecord(
-        rows=rows,
-        queued_s=[queued_s] * rows,
-        inference_s=0.002 if rows else 0.0,
-        queue_rows=3,
-        num_late=late,
-        num_failed=0,
+        rows=rows, queued_s=[queued_s] * rows, inference_s=0.002 if rows else 0.0, queue_rows=3, num_late=late
     )
 
 

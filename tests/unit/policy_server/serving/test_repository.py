@@ -16,7 +16,6 @@ from served_policies import make_model, write_policy
 
 from policy_server.engines import EngineError
 from policy_server.external_data import refuse_external_data
-from policy_server.manifest import sha256
 from policy_server.repository import load_version
 from policy_server.repository_scan import LoadError, fingerprint, scan
 from policy_server.settings import ServerSettings
@@ -36,10 +35,6 @@ def refusal(folder: Path, **values: Any) -> str:
 def change_manifest(folder: Path, **changes: Any) -> None:
     path = folder / "policy.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
-
-
-def rehash(folder: Path) -> None:
-    change_manifest(folder, files={"policy.onnx": sha256(folder / "policy.onnx")})
 
 
 def test_a_whole_version_loads_and_is_warm(tmp_path: Path) -> None:

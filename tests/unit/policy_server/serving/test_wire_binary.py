@@ -13,7 +13,7 @@ import pytest
 
 from policy_server.errors import InvalidRequestError
 from policy_server.wire_msgpack import pack, unpack
-from policy_server.wire_tensors import DTYPES, InferRequest, choose_outputs, encode_infer, parse_infer
+from policy_server.wire_tensors import DTYPES, InferRequest, check_outputs, encode_infer, parse_infer
 
 
 def body_of(arrays: dict[str, np.ndarray], *, binary: bool = True, **fields: Any) -> tuple[bytes, str | None]:
@@ -82,7 +82,7 @@ def test_answers_mix_json_and_binary_as_asked() -> None:
 
 def test_only_outputs_that_exist_can_be_asked_for() -> None:
     with pytest.raises(InvalidRequestError, match="the policy gives action"):
-        choose_outputs({"action": np.ones(1)}, ["reward"])
+        check_outputs(["action"], ["reward"])
 
 
 GOOD = {"name": "x", "shape": [2], "datatype": "FP32", "data": [1, 2]}
