@@ -12,7 +12,7 @@ from fastapi.responses import Response
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
-from policy_server.errors import InvalidRequestError, PolicyServerError
+from policy_server.errors import HttpRefusedError, InvalidRequestError, PolicyServerError
 from policy_server.host import PolicyHost
 from policy_server.inference import server_metadata
 from policy_server.metrics import Metrics
@@ -77,13 +77,12 @@ def _validation_error(request: Request, error: Exception) -> Response:
 
 def _http_error(request: Request, error: Exception) -> Response:
     problem = cast("HTTPException", error)
-    wrapped = PolicyServerError(str(problem.detail))
-    codes = {404: "not_found", 405: "method_not_allowed", 406: "not_acceptable", 415: "unsupported_media_type"}
-    wrapped.status, wrapped.code = problem.status_code, codes.get(problem.status_code, "http_error")  # pyright: ignore[reportAttributeAccessIssue]
-    if problem.status_code == 404:
-        wrapped.message = f"there is nothing at {request.url.path[:120]}; /docs lists what there is"
-    elif problem.status_code == 405:
-        wrapped.message = f"{request.method} is not for {request.url.path[:120]}; /docs lists what is"
+    messages = {
+        404: f"there is nothing at {request.url.path[:120]}; /docs lists what there is",
+        405: f"{request.method} is not for {request.url.path[:120]}; /docs lists what is",
+    }
+    message = messages.get(problem.status_code, str(problem.detail))
+    wrapped = HttpRefusedError(message, status=problem.status_code)
     return error_response(wrapped, request.scope, headers=dict(problem.headers or {}))
 
 

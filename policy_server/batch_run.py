@@ -66,17 +66,18 @@ class Outcome:
     inference_s: float
 
 
-def run_batch(engine: Engine, batch: Sequence[Request], limit: int) -> Outcome:
-    """Runs the requests together; each alone if that raises, so that a bad one fails none but itself.
+def run_batch(engine: Engine, batch: Sequence[Request], *, limit: int, required: Sequence[str]) -> Outcome:
+    """Runs the requests together; each alone if that raises, so that a bad one fails none but itself. Never raises.
 
     Args:
         engine: What runs.
         batch: The requests, at least one.
         limit: Rows of one call of the engine; a larger request takes several.
+        required: Outputs that there have to be.
     """
     started = time.perf_counter()
     try:
-        outputs = _run(engine, batch, limit)
+        outputs = _run(engine, batch, limit, required)
         return Outcome(outputs, [], time.perf_counter() - started)
     except Exception as error:  # whatever the engine raises, the loop has to hear of it
         if len(batch) == 1:
@@ -84,13 +85,13 @@ def run_batch(engine: Engine, batch: Sequence[Request], limit: int) -> Outcome:
     single: list[dict[str, Array] | PolicyServerError] = []
     for request in batch:  # one request's row may be what it stumbles over; the others get their actions
         try:
-            single.append(_run(engine, [request], limit))
+            single.append(_run(engine, [request], limit, required))
         except Exception as error:
             single.append(_failed(error))
     return Outcome(None, single, time.perf_counter() - started)
 
 
-def _run(engine: Engine, batch: Sequence[Request], limit: int) -> dict[str, Array]:
+def _run(engine: Engine, batch: Sequence[Request], limit: int, required: Sequence[str]) -> dict[str, Array]:
     if len(batch) == 1:
         inputs, rows = batch[0].inputs, batch[0].rows
     else:
@@ -104,6 +105,9 @@ def _run(engine: Engine, batch: Sequence[Request], limit: int) -> dict[str, Arra
             for first in range(0, rows, limit)
         ]
         outputs = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+    for name in required:
+        if name not in outputs:
+            raise EngineError(f"the model gave no output {name}")
     for name, values in outputs.items():
         if values.shape[:1] != (rows,):
             raise EngineError(f"the model's output {name} has the shape {values.shape} for {rows} rows")

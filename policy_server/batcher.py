@@ -15,7 +15,7 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -24,6 +24,7 @@ from policy_server.batch_run import OnDone, Outcome, Request, RowsDone, run_batc
 from policy_server.engines.base import Array, Engine
 from policy_server.errors import (
     DeadlineExceededError,
+    EngineFailedError,
     NonFiniteActionError,
     NotReadyError,
     PolicyServerError,
@@ -65,8 +66,8 @@ class Batcher:
         observe: Called once a batch, on the loop.
         run_inline: Run the engine on the event loop's own thread. Right when a full batch takes less than handing it
             to a thread and back; the loop stands still meanwhile.
-        required: The output whose values have to be finite.
-        bound: Brings its values within their bounds; called with finite ones only.
+        required: Outputs whose values have to be finite; the first is the action.
+        bound: Brings actions within their bounds, or raises ValueError when they cannot be; called with finite ones.
     """
 
     def __init__(
@@ -76,7 +77,7 @@ class Batcher:
         *,
         observe: Callable[[BatchRecord], None],
         run_inline: bool = False,
-        required: str = "action",
+        required: Sequence[str] = ("action",),
         bound: Callable[[Array], Array] | None = None,
     ) -> None:
         self._engine = engine
@@ -84,7 +85,7 @@ class Batcher:
         self._limit = min(engine.max_batch, settings.max_batch)
         self._observe = observe
         self._inline = run_inline
-        self._required = required
+        self._required = tuple(required)
         self._bound = bound
         self._loop = asyncio.get_running_loop()
         self._queue: deque[Request] = deque()
@@ -205,7 +206,7 @@ class Batcher:
             return
         self._busy = True
         if self._inline:
-            self._finish(batch, run_batch(self._engine, batch, self._limit))
+            self._finish(batch, self._run(batch))
         else:
             self._work.put(batch)
 
@@ -213,11 +214,14 @@ class Batcher:
         delay_s = self._settings.max_delay_ms / 1e3
         if not delay_s or not self._queue or self._queued_rows >= self._settings.max_batch:
             return False
-        left_s = self._queue[0].arrived + delay_s - time.monotonic()
+        end = self._queue[0].arrived + delay_s
+        for request in self._queue:  # waiting shall make none late: half of its time at most
+            end = min(end, (request.arrived + request.deadline) / 2)
+        left_s = end - time.monotonic()
         if left_s <= 0:
             return False
-        if self._delay is None:
-            self._delay = self._loop.call_later(left_s, self._delay_over)
+        self._cancel_delay()
+        self._delay = self._loop.call_later(left_s, self._delay_over)
         return True
 
     def _delay_over(self) -> None:
@@ -263,34 +267,39 @@ class Batcher:
 
     def _answer_all(self, batch: list[Request], outcome: Outcome, started: float) -> None:
         rows, first = sum(request.rows for request in batch), 0
-        required, bound = self._required, self._bound
-        finite = outcome.outputs is not None and _is_finite(outcome.outputs[required])
-        if finite and bound is not None and outcome.outputs is not None:
-            outcome.outputs[required] = bound(outcome.outputs[required])
+        # The whole batch is looked at once; each request's own share only where there is a fault in it.
+        sound = outcome.outputs is not None and self._fault(outcome.outputs) is None
         for index, request in enumerate(batch):
             last = first + request.rows
+            result: dict[str, Array] | PolicyServerError
             if outcome.outputs is None:
-                outputs = outcome.single[index]
+                result = outcome.single[index]
             else:
-                outputs = {name: values[first:last] for name, values in outcome.outputs.items()}
+                result = {name: values[first:last] for name, values in outcome.outputs.items()}
             first = last
-            if not finite and not isinstance(outputs, PolicyServerError):
-                outputs = self._checked(outputs)
-            if isinstance(outputs, PolicyServerError):
-                self._answer(request, outputs)
+            if not sound and not isinstance(result, PolicyServerError):
+                result = self._fault(result) or result
+            if isinstance(result, PolicyServerError):
+                self._answer(request, result)
             else:
                 queued_s = max(started - request.arrived, 0.0)
-                self._answer(request, RowsDone(outputs, queued_s, outcome.inference_s, rows))
+                self._answer(request, RowsDone(result, queued_s, outcome.inference_s, rows))
 
-    def _checked(self, outputs: dict[str, Array]) -> dict[str, Array] | PolicyServerError:
-        """One request's outputs out of a batch that holds something that is not finite."""
-        values = outputs[self._required]
-        if not _is_finite(values):
-            return NonFiniteActionError(
-                "the policy's action for this observation is not finite; the observation is outside of what the policy "
-                "was trained on, or the policy is broken"
-            )
-        return outputs if self._bound is None else {**outputs, self._required: self._bound(values)}
+    def _fault(self, outputs: dict[str, Array]) -> PolicyServerError | None:
+        """Why these outputs must not be sent; if they may be, the action in them is within its bounds afterwards."""
+        for name in self._required:
+            if not _is_finite(outputs[name]):
+                return NonFiniteActionError(
+                    "the policy's action for this observation is not finite; the observation is outside of what the "
+                    "policy was trained on, or the policy is broken"
+                )
+        if self._bound is not None:
+            action = self._required[0]
+            try:
+                outputs[action] = self._bound(outputs[action])
+            except ValueError as error:
+                return EngineFailedError(f"the policy's action is none that its manifest allows: {error}")
+        return None
 
     def _answer(self, request: Request, result: RowsDone | PolicyServerError) -> None:
         try:
@@ -306,15 +315,17 @@ class Batcher:
                 pace if not self._rows_per_s else self._rows_per_s + _PACE_WEIGHT * (pace - self._rows_per_s)
             )
         late, self._num_late = self._num_late, 0
-        self._observe(
-            BatchRecord(
-                rows=rows,
-                queued_s=[max(started - request.arrived, 0.0) for request in batch],
-                inference_s=inference_s,
-                queue_rows=self._queued_rows,
-                num_late=late,
-            )
+        record = BatchRecord(
+            rows=rows,
+            queued_s=[max(started - request.arrived, 0.0) for request in batch],
+            inference_s=inference_s,
+            queue_rows=self._queued_rows,
+            num_late=late,
         )
+        try:
+            self._observe(record)
+        except Exception:  # what counts batches must not end serving
+            logger.exception("a batch could not be counted")
 
     def _seconds_to_clear(self) -> float:
         if not self._rows_per_s:
@@ -323,9 +334,12 @@ class Batcher:
 
     # On the engine's thread, or inline.
 
+    def _run(self, batch: list[Request]) -> Outcome:
+        return run_batch(self._engine, batch, limit=self._limit, required=self._required)
+
     def _serve_thread(self) -> None:
         while (batch := self._work.get()) is not None:
-            outcome = run_batch(self._engine, batch, self._limit)
+            outcome = self._run(batch)
             self._loop.call_soon_threadsafe(self._finish, batch, outcome)
 
 

@@ -17,7 +17,7 @@ from policy_server.supervisor import Supervisor
 
 
 def serve_policy_command(*, say: Callable[[str], None], verbose: bool = False, **options: Any) -> int:
-    """Serves until Ctrl-C or SIGTERM.
+    """Serves until Ctrl-C, SIGTERM or the end of its terminal.
 
     Args:
         say: Prints a line for the user.
@@ -47,6 +47,8 @@ def serve_policy_command(*, say: Callable[[str], None], verbose: bool = False, *
 
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, stop)
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup: it shall outlive its terminal
+        signal.signal(signal.SIGHUP, stop)
     say(f"loading the policies in {settings.repository} ...")
     code = supervisor.run(lambda: _announce(settings, supervisor.port, say))
     say("stopped")

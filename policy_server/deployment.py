@@ -22,6 +22,8 @@ class Canary(BaseModel):
 
     version: Annotated[int, Field(ge=1)]
     share: Annotated[float, Field(ge=0, le=1)]
+    stable: int | None = None
+    """The version it is compared with: no newer one takes its place meanwhile."""
 
 
 class PolicyDesire(BaseModel):
@@ -35,6 +37,21 @@ class PolicyDesire(BaseModel):
     withdrawn: tuple[int, ...] = ()
     """Versions that were rolled back; they go live only when a load names them."""
     canary: Canary | None = None
+    asked: int = 0
+    """The generation of the last request about this policy, even of one that changed nothing else."""
+
+    def rolled_back(self, there: Iterable[int], current: int) -> PolicyDesire:
+        """Without the version that is live now and those above it.
+
+        Args:
+            there: Every version in the repository.
+            current: The stable version now.
+        """
+        withdrawn = tuple(sorted({*self.withdrawn, *(version for version in there if version >= current)}))
+        canary = self.canary.model_copy(update={"stable": None}) if self.canary is not None else None
+        return self.model_copy(
+            update={"pinned": None, "withdrawn": withdrawn, "unloaded": False, "canary": canary},
+        )
 
 
 class Desired(BaseModel):
@@ -51,7 +68,9 @@ class Desired(BaseModel):
 
     def with_policy(self, name: str, desire: PolicyDesire) -> Desired:
         """The next generation, with this changed."""
-        return Desired(generation=self.generation + 1, policies={**self.policies, name: desire})
+        generation = self.generation + 1
+        asked = desire.model_copy(update={"asked": generation})
+        return Desired(generation=generation, policies={**self.policies, name: asked})
 
 
 def candidates(versions: Iterable[int], desire: PolicyDesire) -> list[int]:
@@ -60,8 +79,10 @@ def candidates(versions: Iterable[int], desire: PolicyDesire) -> list[int]:
         return []
     there = sorted(versions, reverse=True)
     canary = desire.canary.version if desire.canary is not None else None
-    if desire.pinned is not None and desire.pinned in there:
-        return [desire.pinned]
+    compared = desire.canary.stable if desire.canary is not None else None
+    for named in (compared, desire.pinned):
+        if named is not None and named in there:
+            return [named]
     # A canary is on trial: it does not become the stable version by being the highest.
     return [version for version in there if version not in desire.withdrawn and version != canary]
 

@@ -13,7 +13,8 @@
     ├── EngineFailedError       500  the engine raised on this request alone
     ├── QueueFullError          503  too many rows wait already; comes with Retry-After
     ├── NotReadyError           503  still loading, or stopping; comes with Retry-After
-    └── DeadlineExceededError   504  the deadline passed before the engine was free
+    ├── DeadlineExceededError   504  the deadline passed before the engine was free
+    └── HttpRefusedError        4xx  HTTP itself: no such path, or not this method or media type
 
     StartError                  the server cannot start; carries the command's exit code
 """
@@ -32,8 +33,8 @@ class PolicyServerError(Exception):
         retry_after_s: After how long the same request is worth another try.
     """
 
-    status: ClassVar[int] = 500
-    code: ClassVar[str] = "internal_error"
+    status: int = 500
+    code: str = "internal_error"
 
     def __init__(self, message: str, *, field: str | None = None, retry_after_s: float | None = None) -> None:
         super().__init__(message)
@@ -124,6 +125,27 @@ class DeadlineExceededError(PolicyServerError):
 
     status = 504
     code = "deadline_exceeded"
+
+
+class HttpRefusedError(PolicyServerError):
+    """A path that is not there, or a method or media type that it does not take.
+
+    Args:
+        message: What is wrong, and what to do.
+        status: The HTTP status.
+    """
+
+    _CODES: ClassVar = {
+        404: "not_found",
+        405: "method_not_allowed",
+        406: "not_acceptable",
+        415: "unsupported_media_type",
+    }
+
+    def __init__(self, message: str, *, status: int) -> None:
+        super().__init__(message)
+        self.status = status
+        self.code = self._CODES.get(status, "http_error")
 
 
 class StartError(Exception):

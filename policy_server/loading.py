@@ -9,7 +9,7 @@ from pathlib import Path
 
 from policy_server.manifest import Manifest
 from policy_server.metrics import Metrics
-from policy_server.repository import load_version
+from policy_server.repository import LoadedVersion, load_version
 from policy_server.repository_scan import LoadError, fingerprint
 from policy_server.served import ServedPolicy
 from policy_server.settings import ServerSettings
@@ -64,18 +64,16 @@ class VersionLoader:
             return served
         try:
             loaded = await asyncio.to_thread(load_version, folder, self._settings)
-            other = next(iter(at_hand.values()), None)
-            if other is not None and not are_exchangeable(loaded.manifest, other.manifest):
-                loaded.engine.close()
-                raise LoadError(
-                    f"{folder}: takes or gives something else than version {other.version}, which is live; clients "
-                    "could not tell; export it under another name, or unload the policy first"
-                )
+            fresh = self._serve(folder, loaded, at_hand)
         except LoadError as error:
-            text = str(error)
-            self._failed[key] = (state, text)
+            self._failed[key] = (state, str(error))
             log = logger.info if served is None and quiet else logger.warning
-            log("%s %s is not made live: %s", name, version, text)
+            log("%s %s is not made live: %s", name, version, error)
+            return served
+        except Exception as error:  # one policy's fault must not keep the others from theirs
+            text = f"{folder}: cannot be loaded ({type(error).__name__}: {error}); ask for it again"
+            self._failed[key] = (state, text)
+            logger.exception("%s %s is not made live", name, version)
             return served
         self._failed.pop(key, None)
         self._fingerprints[key] = state
@@ -83,16 +81,30 @@ class VersionLoader:
             "%s %s loaded in %.2f s; a batch of %d takes %.2f ms",
             name, version, loaded.load_s, loaded.batching.max_batch, loaded.batch_s * 1e3,
         )  # fmt: skip
-        return ServedPolicy(
-            manifest=loaded.manifest,
-            engine=loaded.engine,
-            batching=loaded.batching,
-            engine_name=loaded.engine_settings.engine,
-            observe=self._metrics.meters(name, version).observe_batch,
-            max_rows=self._settings.max_rows,
-            run_inline_below_s=loaded.engine_settings.run_inline_below_ms / 1e3,
-            batch_s=loaded.batch_s,
-        )
+        return fresh
+
+    def _serve(self, folder: Path, loaded: LoadedVersion, at_hand: Mapping[int, ServedPolicy]) -> ServedPolicy:
+        manifest = loaded.manifest
+        other = next(iter(at_hand.values()), None)
+        try:
+            if other is not None and not are_exchangeable(manifest, other.manifest):
+                raise LoadError(
+                    f"{folder}: takes or gives something else than version {other.version}, which is live; clients "
+                    "could not tell; export it under another name, or unload the policy first"
+                )
+            return ServedPolicy(
+                manifest=manifest,
+                engine=loaded.engine,
+                batching=loaded.batching,
+                engine_name=loaded.engine_settings.engine,
+                observe=self._metrics.meters(manifest.name, manifest.version).observe_batch,
+                max_rows=self._settings.max_rows,
+                run_inline_below_s=loaded.engine_settings.run_inline_below_ms / 1e3,
+                batch_s=loaded.batch_s,
+            )
+        except BaseException:
+            loaded.engine.close()
+            raise
 
 
 def are_exchangeable(one: Manifest, other: Manifest) -> bool:

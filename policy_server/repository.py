@@ -7,6 +7,7 @@ file; what the graph takes and gives has to be what the manifest says; and warmi
 from __future__ import annotations
 
 import hashlib
+import stat
 import threading
 import time
 from collections.abc import Callable
@@ -17,6 +18,7 @@ import numpy as np
 
 from policy_server.engines import Engine, EngineError, open_engine
 from policy_server.engines.base import Array, TensorInfo
+from policy_server.errors import StartError
 from policy_server.external_data import refuse_external_data
 from policy_server.manifest import (
     MANIFEST_FILE,
@@ -27,7 +29,7 @@ from policy_server.manifest import (
 )
 from policy_server.repository_scan import LoadError
 from policy_server.served import ACTION, NOISE
-from policy_server.settings import BatchingSettings, EngineSettings, ServerSettings, read_overrides
+from policy_server.settings import OVERRIDES_FILE, BatchingSettings, EngineSettings, ServerSettings, read_overrides
 
 MAX_MANIFEST_BYTES = 4 << 20
 _WARM_RUNS = 3
@@ -58,11 +60,12 @@ def load_version(folder: Path, settings: ServerSettings) -> LoadedVersion:
     started = time.perf_counter()
     try:
         manifest = _read_manifest(folder)
+        _refuse_odd_overrides(folder.parent / OVERRIDES_FILE)
         batching, engine_settings = read_overrides(folder.parent, settings.batching, settings.engine)
         model = _read_model(folder, manifest, settings.max_model_bytes)
         refuse_external_data(model)
         engine = open_engine(model, engine_settings, max_batch=batching.max_batch)
-    except (ManifestError, EngineError, ValueError) as error:
+    except (ManifestError, EngineError, StartError, ValueError) as error:
         text = str(error)
         raise LoadError(text if text.startswith(str(folder.parent)) else f"{folder}: {text}") from error
     try:
@@ -83,6 +86,18 @@ def _read_manifest(folder: Path) -> Manifest:
             f"{manifest.name}/{manifest.version}, or export it under the name that is wanted"
         )
     return manifest
+
+
+def _refuse_odd_overrides(path: Path) -> None:
+    """A pipe would never end, and neither would a device that a link leads to."""
+    try:
+        status = path.stat()
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        raise ValueError(f"{path}: cannot be read ({error.strerror})") from error
+    if not stat.S_ISREG(status.st_mode) or status.st_size > MAX_MANIFEST_BYTES:
+        raise ValueError(f"{path}: is not a file of at most {MAX_MANIFEST_BYTES} bytes; remove it or write it anew")
 
 
 def _read_model(folder: Path, manifest: Manifest, max_bytes: int) -> bytes:

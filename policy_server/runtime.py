@@ -81,6 +81,10 @@ class RuntimeFolder:
         """A worker is gone; what it told does not hold any more."""
         (self._workers / f"{slot}.json").unlink(missing_ok=True)
 
+    def knows(self, slot: int) -> bool:
+        """Whether the worker of this slot has told anything since it was last forgotten."""
+        return (self._workers / f"{slot}.json").exists()
+
     def statuses(self) -> list[WorkerStatus]:
         """What the workers that are alive have told."""
         found: list[WorkerStatus] = []

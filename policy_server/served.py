@@ -24,6 +24,7 @@ from policy_server.settings import BatchingSettings
 
 NOISE = "noise"
 ACTION = "action"
+LOGITS = "logits"
 MAX_SEED = (1 << 64) - 1
 
 
@@ -83,8 +84,8 @@ class ServedPolicy:
             self.batching,
             observe=self.observe,
             run_inline=inline,
-            required=ACTION,
-            bound=_clipping(*action_bounds(self.manifest)),
+            required=(ACTION, LOGITS) if _is_categorical(self.manifest) else (ACTION,),
+            bound=action_bound(self.manifest),
         )
         self.observations = ObservationParser(self.manifest, max_rows=self.max_rows)
 
@@ -180,8 +181,26 @@ def action_bounds(manifest: Manifest) -> tuple[NDArray[np.float32] | None, NDArr
     return side(space.low, -math.inf), side(space.high, math.inf)
 
 
-def _clipping(low: NDArray[np.float32] | None, high: NDArray[np.float32] | None) -> Callable[[Array], Array] | None:
-    if low is None and high is None:
-        return None
-    # The graph clips too; what a robot gets shall not depend on it.
-    return lambda actions: np.clip(actions, low, high)
+def action_bound(manifest: Manifest) -> Callable[[Array], Array]:
+    """What brings actions [B, *shape] within the manifest's bounds; it raises ValueError where they cannot be.
+
+    The graph does so too; what a robot gets shall not depend on it. A choice that does not exist has no nearest one,
+    so it is an error.
+    """
+    shape, (low, high) = tuple(manifest.action.shape), action_bounds(manifest)
+    choices = manifest.action.num_choices
+    limits = None if choices is None else np.asarray(choices, np.int64).reshape(shape)
+
+    def bound(actions: Array) -> Array:
+        if actions.shape[1:] != shape:
+            raise ValueError(f"its shape is {list(actions.shape[1:])}, not {list(shape)}")
+        if limits is not None and not ((actions >= 0) & (actions < limits)).all():
+            raise ValueError(f"a choice from {int(actions.min())} to {int(actions.max())}, there are {choices}")
+        return actions if low is None and high is None else np.clip(actions, low, high)
+
+    return bound
+
+
+def _is_categorical(manifest: Manifest) -> bool:
+    # The largest of logits that are NaN is a choice like any other; only the logits tell.
+    return manifest.distribution is not None and manifest.distribution.kind == "categorical"

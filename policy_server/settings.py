@@ -30,7 +30,7 @@ class BatchingSettings(BaseModel):
     max_batch: Annotated[int, Field(ge=1, le=65_536)] = 64
     """Rows of one run of the engine."""
     max_delay_ms: Annotated[float, Field(ge=0, le=10_000)] = 0.0
-    """How long an idle engine waits for a batch to fill."""
+    """How long an idle engine waits for a batch to fill; no request waits longer than half the time to its deadline."""
     max_queue: Annotated[int, Field(ge=1, le=10_000_000)] = 1024
     """Rows that may wait; one more is answered with 503."""
     deadline_ms: Annotated[float, Field(gt=0)] | None = 5_000.0

@@ -59,9 +59,18 @@ class Supervisor:
         self._workers = _bind(settings)
         self.port: int = self._workers[0].listening.getsockname()[1]
         self._settings = settings.model_copy(update={"port": self.port, "repository": settings.repository.absolute()})
-        self._folder = tempfile.TemporaryDirectory(prefix="policy-server-")
-        self._runtime = RuntimeFolder(Path(self._folder.name))
-        _write_settings(self._runtime.settings_file, self._settings)
+        try:
+            self._folder = tempfile.TemporaryDirectory(prefix="policy-server-")
+            self._runtime = RuntimeFolder(Path(self._folder.name))
+            _write_settings(self._runtime.settings_file, self._settings)
+        except OSError as error:
+            for worker in self._workers:
+                worker.listening.close()
+            raise StartError(
+                f"no temporary folder for the workers' state can be made ({error}); set TMPDIR to one that can be "
+                "written to",
+                exit_code=3,
+            ) from None
         self._lifeline_read, self._lifeline_write = os.pipe()
         self._stop_asked = threading.Event()
         self._stop_hard = threading.Event()
@@ -107,13 +116,14 @@ class Supervisor:
     def _start(self, worker: _Worker) -> None:
         command = [
             *(sys.executable, "-m", "policy_server.worker", "--runtime", str(self._runtime.path)),
-            *("--slot", str(worker.slot), "--socket", str(worker.listening.fileno())),
+            *("--slot", str(worker.slot), "--sockets", *map(str, self._descriptors())),
             *("--lifeline", str(self._lifeline_read), "--log-level", self._log_level),
+            *(["--replaces-another"] if self._started.is_set() else []),
         ]
         self._runtime.forget(worker.slot)
         worker.process = subprocess.Popen(  # noqa: S603  # this very Python and package
             command,
-            pass_fds=(worker.listening.fileno(), self._lifeline_read),
+            pass_fds=(*self._descriptors(), self._lifeline_read),
             stdin=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
             start_new_session=True,  # Ctrl-C in a terminal reaches this process alone, which passes it on once
@@ -121,9 +131,12 @@ class Supervisor:
         )
         worker.started, worker.last_lines = time.monotonic(), []
         worker.reader = threading.Thread(
-            target=_pass_on, args=(worker.process, worker.last_lines, self._started), daemon=True
+            target=pass_on, args=(worker.process, worker.last_lines, self._started), daemon=True
         )
         worker.reader.start()
+
+    def _descriptors(self) -> list[int]:
+        return [worker.listening.fileno() for worker in self._workers]
 
     def _wait_until_ready(self) -> None:
         limit_s = self._settings.load_timeout_s * 2 + 60
@@ -175,6 +188,7 @@ class Supervisor:
             logger.warning(
                 "worker %d ended with %s; starting another one%s", worker.slot, _ending(code), _after(pause_s)
             )
+            self._runtime.forget(worker.slot)  # the others accept for it from now on
             worker.process, worker.start_at = None, now + pause_s
             if not pause_s:
                 self._start(worker)
@@ -232,15 +246,16 @@ def _write_settings(path: Path, settings: ServerSettings) -> None:
     path.chmod(0o600)
 
 
-def _pass_on(process: subprocess.Popen[bytes], last_lines: list[bytes], started: threading.Event) -> None:
+def pass_on(process: subprocess.Popen[bytes], last_lines: list[bytes], started: threading.Event) -> None:
     """A worker's log; before the server has started it is kept for the error that may come of it."""
     assert process.stderr is not None
     for line in process.stderr:
         last_lines.append(line)
         del last_lines[:-_LAST_LINES]
         if started.is_set():
-            sys.stderr.buffer.write(line)
-            sys.stderr.buffer.flush()
+            with contextlib.suppress(OSError, ValueError):  # nobody listens any more; the worker must not wait for it
+                sys.stderr.buffer.write(line)
+                sys.stderr.buffer.flush()
 
 
 def _signal(process: subprocess.Popen[bytes], number: signal.Signals) -> None:

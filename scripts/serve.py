@@ -2,12 +2,13 @@
 
     python scripts/serve.py [options of gated-serving serve] [-- options of gated-serving serve-policy]
 
-Waits for both and ends with a curl line for each. Ctrl-C stops both; when one ends by itself, the other is stopped too,
-and the exit code is that of the first.
+Waits for both and ends with a curl line for each. Ctrl-C, and the end of the terminal, stop both; when one ends by
+itself, the other is stopped too, and the exit code is that of the first.
 """
 
 from __future__ import annotations
 
+import os
 import queue
 import signal
 import subprocess
@@ -41,28 +42,45 @@ def main() -> int:
     arguments = sys.argv[1:]
     place = arguments.index("--") if "--" in arguments else len(arguments)
     lines: queue.Queue[tuple[Server, str | None]] = queue.Queue()
-    servers = [
-        _start("policies", ["serve-policy", *arguments[place + 1 :]], lines),
-        _start("language model", ["serve", *arguments[:place]], lines),
-    ]
+    servers: list[Server] = []
+    stopped = False
 
-    def pass_on(number: int, _frame: FrameType | None) -> None:
-        for server in servers:
-            if server.process.poll() is None:
-                server.process.send_signal(number)
+    def stop(number: int, _frame: FrameType | None) -> None:
+        nonlocal stopped
+        stopped = True
+        # The end of a terminal is passed on as what both know: a wish to stop.
+        _signal_all(servers, signal.SIGTERM if number == signal.SIGHUP else signal.Signals(number))
 
     for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, pass_on)
-    first = _watch(servers, lines)
-    for server in servers:
-        if server is not first and server.process.poll() is None:
-            server.process.terminate()
-    for server in servers:
-        server.process.wait()
+        signal.signal(number, stop)
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup: they shall outlive the terminal
+        signal.signal(signal.SIGHUP, stop)
+    try:
+        for name, command in (
+            ("policies", ["serve-policy", *arguments[place + 1 :]]),
+            ("language model", ["serve", *arguments[:place]]),
+        ):
+            if not stopped:
+                servers.append(_start(name, command, lines))
+        first = _watch(servers, lines)
+    finally:  # whatever happens here, neither is left behind
+        _signal_all(servers, signal.SIGTERM)
+        for server in servers:
+            server.process.wait()
     code = first.process.returncode
-    if code:
-        print(f"the server of the {first.name} ended with exit code {code}", file=sys.stderr, flush=True)
-    return code
+    if not stopped:
+        print(f"the server of the {first.name} ended with {_ending(code)}; stopped the other", file=sys.stderr)
+    return code if code >= 0 else 128 - code
+
+
+def _signal_all(servers: list[Server], number: signal.Signals) -> None:
+    for server in servers:
+        if server.process.poll() is None:
+            server.process.send_signal(number)
+
+
+def _ending(code: int) -> str:
+    return f"exit code {code}" if code >= 0 else f"signal {signal.Signals(-code).name}"
 
 
 def _start(name: str, command: list[str], lines: queue.Queue[tuple[Server, str | None]]) -> Server:
@@ -90,6 +108,7 @@ def _start(name: str, command: list[str], lines: queue.Queue[tuple[Server, str |
 def _watch(servers: list[Server], lines: queue.Queue[tuple[Server, str | None]]) -> Server:
     """Shows what they say until one of them ends; that one."""
     announced = False
+    say = _Output()
     while True:
         try:
             server, line = lines.get(timeout=_POLL_S)
@@ -101,10 +120,26 @@ def _watch(servers: list[Server], lines: queue.Queue[tuple[Server, str | None]])
         if server.curl is None and line.strip().startswith(_CURL):
             server.curl = line.strip()
         elif line.strip() not in ("try:", ""):
-            print(f"[{server.name}] {line.removesuffix(' Try:')}", flush=True)
+            say(f"[{server.name}] {line.removesuffix(' Try:')}")
         if not announced and all(server.curl for server in servers):
             announced = True
-            print("both are ready; try:", *(server.curl for server in servers), sep="\n  ", flush=True)
+            say("\n  ".join(["both are ready; try:", *(server.curl or "" for server in servers)]))
+
+
+class _Output:
+    """Prints lines until nobody reads them any more: servers do not end because a pager did."""
+
+    def __init__(self) -> None:
+        self._open = True
+
+    def __call__(self, text: str) -> None:
+        if not self._open:
+            return
+        try:
+            print(text, flush=True)
+        except BrokenPipeError:
+            self._open = False
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else Python's own flush at the end fails
 
 
 if __name__ == "__main__":

@@ -7,7 +7,8 @@ Legend: B batch.
 
 from __future__ import annotations
 
-import tempfile
+import hashlib
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
@@ -98,13 +99,10 @@ class TensorRTEngine:
         self.max_batch = max_batch
         options = session_options(settings)
         described = describe_tensors(
-            open_session(model, session_options(settings), ["CPUExecutionProvider"]).get_inputs()
+            open_session(model, session_options(settings), [("CPUExecutionProvider", {})]).get_inputs()
         )
-        self._session: Any = open_session(
-            model,
-            options,
-            [("TensorrtExecutionProvider", tensorrt_options(described, max_batch)), "CUDAExecutionProvider"],
-        )
+        provider = ("TensorrtExecutionProvider", tensorrt_options(described, max_batch, engine_cache(model)))
+        self._session: Any = open_session(model, options, [provider, ("CUDAExecutionProvider", {})])
         self.inputs = describe_tensors(self._session.get_inputs())
         self.outputs = describe_tensors(self._session.get_outputs())
         self._names = [tensor.name for tensor in self.outputs]
@@ -125,8 +123,32 @@ class TensorRTEngine:
         self._session = None
 
 
-def tensorrt_options(inputs: tuple[TensorInfo, ...], max_batch: int) -> dict[str, str]:
-    """The provider's options: one profile from one row to a full batch, best at a full one."""
+def engine_cache(model: bytes) -> Path:
+    """The folder for one model's engines, made if it is not there: below the user's own, who alone may write to it.
+
+    The provider names an engine by the graph's structure and not by its weights, so that two versions of a policy would
+    share one; hence a folder for each model. Timings do not depend on weights and lie one level above.
+
+    Raises:
+        EngineError: It cannot be made.
+    """
+    base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "gated-serving" / "tensorrt"
+    folder = base / hashlib.sha256(model).hexdigest()
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        raise EngineError(f"{folder}: engines cannot be kept there ({error.strerror}); set XDG_CACHE_HOME") from error
+    return folder
+
+
+def tensorrt_options(inputs: tuple[TensorInfo, ...], max_batch: int, cache: Path) -> dict[str, str]:
+    """The provider's options: one profile from one row to a full batch, best at a full one.
+
+    Args:
+        inputs: The graph's.
+        max_batch: Rows of a full batch.
+        cache: Folder for this model's engines.
+    """
 
     def profile(batch: int) -> str:
         return ",".join(
@@ -134,15 +156,13 @@ def tensorrt_options(inputs: tuple[TensorInfo, ...], max_batch: int) -> dict[str
             for tensor in inputs
         )
 
-    cache = Path(tempfile.gettempdir()) / "gated-serving-tensorrt"
-    cache.mkdir(mode=0o700, exist_ok=True)
     return {
         "trt_fp16_enable": "1",
         "trt_layer_norm_fp32_fallback": "1",
         "trt_engine_cache_enable": "1",
         "trt_engine_cache_path": str(cache),
         "trt_timing_cache_enable": "1",
-        "trt_timing_cache_path": str(cache),
+        "trt_timing_cache_path": str(cache.parent),
         "trt_profile_min_shapes": profile(1),
         "trt_profile_opt_shapes": profile(max_batch),
         "trt_profile_max_shapes": profile(max_batch),

@@ -66,16 +66,23 @@ def session_options(settings: EngineSettings) -> Any:
     return options
 
 
-def open_session(model: bytes, options: Any, providers: Sequence[Any]) -> Any:
-    """A session over a file's bytes.
+def open_session(model: bytes, options: Any, providers: Sequence[tuple[str, Mapping[str, str]]]) -> Any:
+    """A session over a file's bytes, run by the first of the providers and by no other in its place.
 
     Raises:
-        EngineError: onnxruntime does not take the model.
+        EngineError: onnxruntime does not take the model, or fell back to another provider.
     """
     try:
-        return _runtime.InferenceSession(model, options, providers=list(providers))
+        session = _runtime.InferenceSession(model, options, providers=list(providers), enable_fallback=0)
     except Exception as error:  # onnxruntime raises a class of its own for every kind of fault
         raise EngineError(f"onnxruntime does not load it: {first_line(error)}") from error
+    wanted, used = providers[0][0], session.get_providers()[0]
+    if used != wanted:  # it goes on with the CPU when a library of CUDA's or TensorRT's is missing
+        raise EngineError(
+            f"onnxruntime fell back from {wanted} to {used}: libraries of CUDA, cuDNN or TensorRT do not load; install "
+            "those that this onnxruntime-gpu was built for, or choose engine=onnxruntime"
+        )
+    return session
 
 
 def describe_tensors(tensors: Sequence[Any]) -> tuple[TensorInfo, ...]:

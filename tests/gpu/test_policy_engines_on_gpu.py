@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import onnxruntime
 import pytest
 from small_graphs import make_graph, make_observations
 
 from policy_server.engines import open_engine
-from policy_server.engines.gpu import buckets_for
 from policy_server.engines.opening import PROVIDERS
 from policy_server.settings import EngineSettings
 
@@ -30,6 +31,17 @@ def test_batches_of_every_size_agree_with_the_cpu(name: str) -> None:
     on_gpu.close()
 
 
-def test_buckets_end_with_the_largest_batch() -> None:
-    assert buckets_for((1, 4, 16, 64), 20) == (1, 4, 16, 20)
-    assert buckets_for((64,), 20) == (20,)
+@pytest.mark.parametrize("name", list(TOLERANCES))
+def test_versions_with_the_same_graph_keep_their_weights(
+    name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    if PROVIDERS[name] not in onnxruntime.get_available_providers():
+        pytest.skip(f"this onnxruntime has no {PROVIDERS[name]} (extra policy-gpu)")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))  # empty, so that the first version's engine is built here
+    observations = make_observations(4)
+    for seed in (1, 2, 1):
+        model = make_graph(seed=seed).SerializeToString()
+        expected = open_engine(model, EngineSettings(), max_batch=4).run(observations)["action"]
+        on_gpu = open_engine(model, EngineSettings(engine=name), max_batch=4)  # pyright: ignore
+        np.testing.assert_allclose(on_gpu.run(observations)["action"], expected, atol=TOLERANCES[name])
+        on_gpu.close()

@@ -5,13 +5,22 @@ from __future__ import annotations
 import http.client
 import json
 import os
+import queue
 import signal
+import socket
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import psutil
+import pytest
 from served_policies import RunningPolicyServer, running_policy_server, write_policy
+
+from policy_server.supervisor import pass_on
 
 BODY = json.dumps({"observation": [1, 1, 1]})
 
@@ -132,3 +141,98 @@ def test_a_killed_worker_is_replaced_and_knows_what_was_asked_for(tmp_path: Path
             if line.startswith("policy_requests_total") and 'policy="tiny"' in line and 'status="200"' in line
         )
         assert counted > 50
+
+
+def test_the_others_answer_for_a_worker_until_it_is_back(tmp_path: Path) -> None:
+    """The kernel goes on giving its socket half of the connections; stopped, its successor never takes one."""
+    repository = tmp_path / "repository"
+    write_policy(repository)
+    with running_policy_server(repository, tmp_path / "log", "--workers", "2") as server:
+        supervisor = psutil.Process(server.process.pid)
+        before = {child.pid for child in supervisor.children()}
+        os.kill(max(before), signal.SIGKILL)
+        until(lambda: len({child.pid for child in supervisor.children()} - before) == 1)
+        (successor,) = [child for child in supervisor.children() if child.pid not in before]
+        successor.suspend()
+        assert live_everywhere(server, 1)
+        successor.resume()
+        assert live_everywhere(server, 1)
+
+
+def test_a_worker_that_comes_back_answers_even_if_the_repository_was_broken_meanwhile(tmp_path: Path) -> None:
+    """Its connections would wait for ever otherwise: the kernel goes on giving them to its socket."""
+    repository = tmp_path / "repository"
+    folder = write_policy(repository)
+    model = folder / "policy.onnx"
+    whole = model.read_bytes()
+    with running_policy_server(repository, tmp_path / "log", "--workers", "2") as server:
+        model.write_bytes(b"broken")
+        supervisor = psutil.Process(server.process.pid)
+        before = {child.pid for child in supervisor.children()}
+        os.kill(min(before), signal.SIGKILL)
+        found: set[int] = set()
+        until(lambda: found.add(server.act([1, 1, 1])[0]) or len(found) > 1)
+        assert found == {200, 404}  # the other one still has what it had
+        model.write_bytes(whole)
+        until(lambda: {server.act([1, 1, 1])[0] for _ in range(20)} == {200})
+        assert len({child.pid for child in supervisor.children()} - before) == 1
+
+
+@pytest.mark.parametrize("by", ["supervisor", "hangup"])
+def test_neither_processes_nor_files_are_left(tmp_path: Path, by: str) -> None:
+    """The runtime folder holds the API keys."""
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    write_policy(tmp_path / "repository")
+    options = ("--workers", "2", "--api-key", "secret")
+    environment = {"TMPDIR": str(temporary)}
+    with running_policy_server(tmp_path / "repository", tmp_path / "log", *options, environment=environment) as server:
+        workers = psutil.Process(server.process.pid).children()
+        assert any(b"secret" in file.read_bytes() for file in temporary.rglob("settings.json"))
+        if by == "supervisor":
+            server.process.kill()
+        else:
+            assert server.stop(signal.SIGHUP) == 0
+        until(lambda: not any(worker.is_running() for worker in workers))
+        assert list(temporary.glob("policy-server-*")) == []
+        assert "Traceback" not in server.text()
+
+
+def test_a_reader_that_has_gone_does_not_hold_up_a_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Gone:
+        def write(self, _line: bytes) -> int:
+            raise BrokenPipeError
+
+        buffer = property(lambda self: self)
+
+    monkeypatch.setattr(sys, "stderr", Gone())
+    talks = "import sys; [print('a line of a log', file=sys.stderr) for _ in range(20_000)]"  # more than a pipe holds
+    with subprocess.Popen([sys.executable, "-c", talks], stderr=subprocess.PIPE) as process:
+        started = threading.Event()
+        started.set()
+        lines: list[bytes] = []
+        pass_on(process, lines, started)
+        assert process.wait(30) == 0
+    assert lines[-1] == b"a line of a log\n"
+
+
+def test_stopping_finishes_what_grpc_has_begun(tmp_path: Path) -> None:
+    grpc = pytest.importorskip("tritonclient.grpc", reason="the extra grpc is not installed")
+    repository = tmp_path / "repository"
+    write_policy(repository)
+    (repository / "tiny" / "serving.json").write_text('{"batching": {"max_delay_ms": 2000}}')
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    with running_policy_server(repository, tmp_path / "log", "--grpc-port", str(port)) as server:
+        client = grpc.InferenceServerClient(f"127.0.0.1:{port}")
+        tensor = grpc.InferInput("observation", [1, 3], "FP32")
+        tensor.set_data_from_numpy(np.ones((1, 3), np.float32))
+        answers: queue.Queue[tuple[Any, Any]] = queue.Queue()
+        client.async_infer("tiny", [tensor], callback=lambda result, error: answers.put((result, error)))
+        assert all(client.is_server_live() for _ in range(20))  # behind it on the same connection: it has arrived
+        assert server.stop() == 0
+        result, error = answers.get(timeout=20)
+        assert error is None
+        np.testing.assert_array_equal(result.as_numpy("action"), np.ones((1, 3), np.float32))
+        client.close()

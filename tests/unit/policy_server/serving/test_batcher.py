@@ -38,11 +38,16 @@ def run(
     *,
     inline: bool = False,
     records: list[BatchRecord] | None = None,
+    observe: Callable[[BatchRecord], None] | None = None,
+    required: tuple[str, ...] = ("action",),
+    bound: Callable[[np.ndarray], np.ndarray] | None = None,
     **settings: Any,
 ) -> None:
     async def main() -> None:
-        observe = records.append if records is not None else lambda _: None
-        batcher = Batcher(engine, BatchingSettings(**settings), observe=observe, run_inline=inline)
+        seen = observe or (records.append if records is not None else lambda _: None)
+        batcher = Batcher(
+            engine, BatchingSettings(**settings), observe=seen, run_inline=inline, required=required, bound=bound
+        )
         try:
             await asyncio.wait_for(test(batcher), 60)
         finally:
@@ -147,6 +152,21 @@ def test_the_delay_ends_by_itself() -> None:
     assert engine.batches == [1]
 
 
+@INLINE
+def test_the_delay_does_not_make_a_request_late(inline: bool) -> None:
+    engine = FakeEngine()
+
+    async def test(batcher: Batcher) -> None:
+        patient = asyncio.create_task(batcher.infer(rows(1), 1, deadline=time.monotonic() + 60))
+        await asyncio.sleep(0)
+        hurried = await batcher.infer(rows(2), 1, deadline=time.monotonic() + 1)
+        assert hurried.outputs["action"][0, 0] == 4
+        assert (await patient).batch_rows == 2
+
+    run(test, engine, inline=inline, max_delay_ms=10_000)
+    assert engine.batches == [2]
+
+
 def test_late_requests_cost_no_compute() -> None:
     engine = FakeEngine()
     engine.free.clear()
@@ -247,6 +267,97 @@ def test_a_non_finite_action_is_an_error_of_its_own_request(inline: bool, bad: f
         ]
 
     run(test, FakeEngine(function=function), inline=inline)
+
+
+@INLINE
+def test_an_exception_of_any_kind_reaches_its_request(inline: bool, caplog: pytest.LogCaptureFixture) -> None:
+    def function(given: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+        raise ZeroDivisionError(f"{len(given['observation'])} rows")
+
+    async def test(batcher: Batcher) -> None:
+        for _ in range(2):  # the engine's thread lives on
+            with pytest.raises(EngineFailedError, match="3 rows"):
+                await batcher.infer(rows(1, 2, 3), 3)
+
+    run(test, FakeEngine(function=function), inline=inline)
+    assert "the engine failed" in caplog.text
+
+
+@INLINE
+def test_a_nan_in_any_required_output_is_an_error_of_its_own_request(inline: bool) -> None:
+    def function(given: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+        logits = np.where(given["observation"] == 1, np.float32("nan"), given["observation"])
+        return {"action": np.zeros(len(logits), np.int64), "logits": logits}
+
+    async def test(batcher: Batcher) -> None:
+        done = await asyncio.gather(*(batcher.infer(rows(i), 1) for i in range(3)), return_exceptions=True)
+        assert [type(result) for result in done] == [RowsDone, NonFiniteActionError, RowsDone]
+
+    run(test, FakeEngine(function=function), inline=inline, required=("action", "logits"))
+
+
+@INLINE
+def test_an_action_that_cannot_be_bounded_is_an_error_of_its_own_request(inline: bool) -> None:
+    def bound(actions: np.ndarray) -> np.ndarray:
+        if (actions == 13).any():
+            raise ValueError("13 is no choice")
+        return np.minimum(actions, 20)
+
+    async def test(batcher: Batcher) -> None:
+        values = (10, 13, 30)
+        done = await asyncio.gather(*(batcher.infer(rows(i), 1) for i in values), return_exceptions=True)
+        assert isinstance(done[1], EngineFailedError)
+        assert "13 is no choice" in done[1].message
+        assert [result.outputs["action"].item() for result in (done[0], done[2]) if isinstance(result, RowsDone)] == [
+            10,
+            20,
+        ]
+
+    run(test, FakeEngine(function=lambda given: {"action": given["observation"]}), inline=inline, bound=bound)
+
+
+@INLINE
+def test_an_engine_without_the_required_output_is_found_out(inline: bool) -> None:
+    async def test(batcher: Batcher) -> None:
+        with pytest.raises(EngineFailedError, match="no output action"):
+            await batcher.infer(rows(1), 1)
+
+    run(test, FakeEngine(function=lambda given: {"other": given["observation"]}), inline=inline)
+
+
+@INLINE
+def test_what_counts_batches_cannot_end_serving(inline: bool, caplog: pytest.LogCaptureFixture) -> None:
+    def observe(_: BatchRecord) -> None:
+        raise OSError("the disk is full")
+
+    async def test(batcher: Batcher) -> None:
+        for value in range(3):
+            assert (await batcher.infer(rows(value), 1)).outputs["action"][0, 0] == 2 * value
+        await batcher.drain()
+
+    run(test, FakeEngine(), inline=inline, observe=observe)
+    assert "could not be counted" in caplog.text
+
+
+def test_a_client_that_asks_again_from_its_answer_does_not_hold_up_the_others() -> None:
+    """Fairness: first come, first served, however eager one client is."""
+    engine = FakeEngine(max_batch=1)
+    order: list[str] = []
+
+    async def test(batcher: Batcher) -> None:
+        def eager(_: object) -> None:
+            order.append("eager")
+            if order.count("eager") < 50:
+                batcher.submit(rows(0), 1, deadline=None, on_done=eager)
+
+        batcher.submit(rows(0), 1, deadline=None, on_done=eager)
+        for _ in range(3):
+            batcher.submit(rows(1), 1, deadline=None, on_done=lambda _: order.append("patient"))
+        await batcher.drain()
+
+    run(test, engine, max_batch=1)
+    assert order[:5] == ["eager", "patient", "patient", "patient", "eager"]
+    assert order.count("eager") == 50
 
 
 def test_an_engine_that_gives_other_rows_is_found_out() -> None:
@@ -351,7 +462,11 @@ def test_the_engine_has_one_caller_at_a_time_and_never_the_loop() -> None:
 def test_random_loads_agree_with_the_reference(inline: bool, seed: int) -> None:
     """Every request is answered exactly once: with its own rows, or with the error that its values ask for."""
     chosen = random.Random(seed)
-    settings = {"max_batch": chosen.randint(1, 9), "max_delay_ms": chosen.choice([0, 1]), "max_queue": 10_000}
+    settings: dict[str, Any] = {
+        "max_batch": chosen.randint(1, 9),
+        "max_delay_ms": chosen.choice([0, 1]),
+        "max_queue": 10_000,
+    }
     records: list[BatchRecord] = []
 
     def function(given: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:

@@ -258,7 +258,9 @@ def test_a_canary_gets_its_share_of_the_sessions_and_keeps_them(tmp_path: Path) 
         await until(lambda: host.status("tiny").versions == [1, 2, 3])
         assert live_versions(host) == [1, 2]
         await host.set_canary("tiny", None)
-        await until(lambda: live_versions(host) == [3])
+        assert live_versions(host) == [1]  # as before the trial: a load had named it
+        await host.load("tiny")
+        assert live_versions(host) == [3]
         with pytest.raises(LoadFailedError, match="is the stable one"):
             await host.set_canary("tiny", 3, 0.5)
 
@@ -366,6 +368,6 @@ def test_which_versions_may_be_the_stable_one() -> None:
 def test_the_canarys_choice_never_changes() -> None:
     """These are written down: another release or machine has to choose the same."""
     found = [is_canary_session("fetch-reach", f"session-{index}", 0.5) for index in range(12)]
-    assert found == [is_canary_session("fetch-reach", f"session-{index}", 0.5) for index in range(12)]
+    assert "".join("01"[chosen] for chosen in found) == "110001101010"
     assert is_canary_session("p", "s", 1.0)
     assert not is_canary_session("p", "s", 0.0)
