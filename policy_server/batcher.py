@@ -48,6 +48,7 @@ class BatchRecord:
         inference_s: How long the engine ran, seconds; 0 when it did not.
         queue_rows: Rows that wait behind it.
         num_late: Requests that were shed since the record before, as their deadline had passed.
+        num_refused: Requests that were refused since the record before, as the queue was full.
     """
 
     rows: int
@@ -55,6 +56,7 @@ class BatchRecord:
     inference_s: float
     queue_rows: int
     num_late: int
+    num_refused: int
 
 
 class Batcher:
@@ -96,6 +98,7 @@ class Batcher:
         self._closed = False
         self._rows_per_s = 0.0
         self._num_late = 0
+        self._num_refused = 0
         self._idle = asyncio.Event()
         self._idle.set()
         self._work: queue.SimpleQueue[list[Request] | None] = queue.SimpleQueue()
@@ -130,6 +133,7 @@ class Batcher:
         if self._closed:
             raise NotReadyError("the policy was just taken out of service; try again", retry_after_s=1.0)
         if self._queued_rows and self._queued_rows + rows > self._settings.max_queue:
+            self._num_refused += 1
             raise QueueFullError(
                 f"{self._queued_rows} rows wait already, {self._settings.max_queue} are allowed; try again later",
                 retry_after_s=self._seconds_to_clear(),
@@ -315,12 +319,14 @@ class Batcher:
                 pace if not self._rows_per_s else self._rows_per_s + _PACE_WEIGHT * (pace - self._rows_per_s)
             )
         late, self._num_late = self._num_late, 0
+        refused, self._num_refused = self._num_refused, 0
         record = BatchRecord(
             rows=rows,
             queued_s=[max(started - request.arrived, 0.0) for request in batch],
             inference_s=inference_s,
             queue_rows=self._queued_rows,
             num_late=late,
+            num_refused=refused,
         )
         try:
             self._observe(record)

@@ -230,6 +230,13 @@ class Manifest(_Part):
             raise ValueError(f"observation: the names {names} are not all different")
         if (self.outputs == Outputs.DISTRIBUTION) != (self.distribution is not None):
             raise ValueError(f"distribution={self.distribution}: given with outputs='distribution' and only with it")
+        if self.distribution is not None and (self.distribution.kind == "categorical") != (
+            self.action.kind == "discrete"
+        ):
+            raise ValueError(
+                f"distribution.kind={self.distribution.kind!r}: discrete actions have a categorical one, others not; "
+                f"this action is {self.action.kind}"
+            )
         if MODEL_FILE not in self.files:
             raise ValueError(f"files: {MODEL_FILE} is missing")
         return self

@@ -83,9 +83,7 @@ class Meters:
             seen_requests, self.requests = self.requests, {}
             for (protocol, status), number in seen_requests.items():
                 counters[_request_index(protocol, status)] += number
-                if status == 503:
-                    counters[_SHED_AT + SHEDS.index("queue_full")] += number
-                elif status == 409:
+                if status == 409:
                     counters[_SHED_AT + SHEDS.index("superseded")] += number
         if self.batches:
             records, self.batches = self.batches, []
@@ -94,6 +92,7 @@ class Meters:
             self._count_times("inference", [record.inference_s for record in ran])
             _count(counters[_BATCH_AT : _BATCH_AT + _BATCHES], BATCH_BUCKETS, [float(record.rows) for record in ran])
             counters[_SHED_AT + SHEDS.index("deadline")] += sum(record.num_late for record in records)
+            counters[_SHED_AT + SHEDS.index("queue_full")] += sum(record.num_refused for record in records)
             counters[_QUEUE_AT] = records[-1].queue_rows
         counters[_UPDATED_AT] = time.time()
 

@@ -12,6 +12,7 @@ from policy_server.settings import EngineSettings
 
 # onnxruntime ships no types; what is used of it is typed where it enters.
 _runtime = cast("Any", onnxruntime)
+_runtime.disable_telemetry_events()  # a server says nothing to anybody that it was not told to
 _DTYPES = {
     "tensor(float)": "float32",
     "tensor(double)": "float64",

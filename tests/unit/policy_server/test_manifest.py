@@ -63,6 +63,18 @@ def test_a_manifest_comes_back_as_it_was_written(tmp_path: Path) -> None:
         ({"action": {"kind": "discrete", "shape": [], "dtype": "int64"}}, "num_choices=None"),
         ({"action": {"kind": "continuous", "shape": [1], "dtype": "int64"}}, "dtype='int64'"),
         ({"outputs": "distribution"}, "distribution=None: given with outputs='distribution'"),
+        (
+            {"outputs": "distribution", "distribution": {"kind": "categorical", "noise_size": 2}},
+            "distribution.kind='categorical': discrete actions have a categorical one",
+        ),
+        (
+            {
+                "outputs": "distribution",
+                "distribution": {"kind": "gaussian", "noise_size": 2},
+                "action": {"kind": "discrete", "shape": [], "dtype": "int64", "num_choices": [2]},
+            },
+            "this action is discrete",
+        ),
         ({"files": {}}, "policy.onnx is missing"),
         ({"precison": "fp32"}, "precison"),
         ({"control_period_s": 0}, "control_period_s=0"),

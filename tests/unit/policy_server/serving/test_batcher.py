@@ -222,7 +222,9 @@ def test_a_full_queue_refuses_and_says_when_to_come_again() -> None:
         engine.free.set()
         await asyncio.gather(running, *waiting)
 
-    run(test, engine, max_queue=5)
+    records: list[BatchRecord] = []
+    run(test, engine, max_queue=5, records=records)
+    assert sum(record.num_refused for record in records) == 1
 
 
 def test_a_request_larger_than_the_queue_is_taken_when_nothing_waits() -> None:

@@ -11,9 +11,14 @@ from policy_server.batcher import BatchRecord
 from policy_server.metrics import TIME_BUCKETS_S, Metrics
 
 
-def record(rows: int, *, late: int = 0, queued_s: float = 0.001) -> BatchRecord:
+def record(rows: int, *, late: int = 0, refused: int = 0, queued_s: float = 0.001) -> BatchRecord:
     return BatchRecord(
-        rows=rows, queued_s=[queued_s] * rows, inference_s=0.002 if rows else 0.0, queue_rows=3, num_late=late
+        rows=rows,
+        queued_s=[queued_s] * rows,
+        inference_s=0.002 if rows else 0.0,
+        queue_rows=3,
+        num_late=late,
+        num_refused=refused,
     )
 
 
@@ -30,7 +35,7 @@ def test_counts_are_those_of_what_happened(tmp_path: Path) -> None:
     meters = metrics.meters("tiny", 2)
     for rows in (1, 3, 64):
         meters.observe_batch(record(rows))
-    meters.observe_batch(record(0, late=2))
+    meters.observe_batch(record(0, late=2, refused=1))
     for total_s in (0.0005, 0.003, 0.003, 20.0):
         metrics.observe_request("tiny", 2, 200, total_s, "http")
     metrics.observe_request("tiny", 2, 503, 0.1, "grpc")
