@@ -12,6 +12,7 @@ FROM python:${PYTHON_VERSION}-slim-bookworm AS wheel
 WORKDIR /source
 COPY pyproject.toml README.md LICENSE ./
 COPY gated_serving gated_serving
+COPY loadtest loadtest
 COPY plugins plugins
 COPY policy_server policy_server
 RUN pip wheel --no-cache-dir --no-deps --wheel-dir /wheels .

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import sys
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -302,6 +305,25 @@ def serve_policy(
         typer.echo(f"error: {error}", err=True)
         raise typer.Exit(error.exit_code) from None
     raise typer.Exit(code)
+
+
+@app.command(
+    "loadtest",
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []},
+    add_help_option=False,
+)
+def load_test(context: typer.Context) -> None:
+    """Load-test a server: llm URL, policy URL, mixed URL URL, compare A B; see loadtest --help.
+
+    Exit codes: 0 every --slo holds; 3 one does not; 2 bad usage or a dead server; 1 the run ended before its time;
+    130 stopped by Ctrl-C.
+    """
+    missing = [name for name in ("locust", "plotly", "websockets", "orjson") if find_spec(name) is None]
+    if missing:
+        typer.echo(f"error: {missing[0]} is not installed: pip install 'gated-serving[loadtest]'", err=True)
+        raise typer.Exit(3)
+    # In a process of its own: gevent has to change the standard library before anything else has used it.
+    os.execv(sys.executable, [sys.executable, "-m", "loadtest", *context.args])  # noqa: S606
 
 
 def _make_goal_environment(environment: str, **kwargs: Any) -> Any:

@@ -66,7 +66,7 @@ def _has_nvidia_gpu() -> bool:
 
 def _install(build: str) -> bool:
     pip = [PYTHON, "-m", "pip", "install", "--disable-pip-version-check", "--progress-bar", "on"]
-    target = ["--editable", f"{ROOT}[{build},train,policy,dev]"]
+    target = ["--editable", f"{ROOT}[{build},train,policy,loadtest,dev]"]
     if build == "gpu":
         return _run([*pip, *target]) == 0
     target += ["--constraint", ROOT / "constraints" / "cpu.txt"]

@@ -1,0 +1,1 @@
+"""Load tests of OpenAI-compatible and policy servers, on locust."""

@@ -1,0 +1,143 @@
+"""How much the generator can send at all: the same requests against a server that does nothing.
+
+What a run shows near this ceiling is the generator's doing. The no-op server runs on the generator's machine and takes
+a part of its cores, as a server under test there does too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+import gevent
+from gevent.pool import Group
+from pydantic import TypeAdapter
+
+from loadtest.generator import Lane, Share, llm_lane, policy_lane
+from loadtest.records import RequestRecord
+from loadtest.settings import LoadSettings
+from loadtest.targets import LlmTarget, PolicyTarget
+
+_USERS = 32
+_WARM_S = 0.5
+_MEASURE_S = 2.0
+_START_S = 30.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Target:
+    llm: LlmTarget | None = None
+    policy: PolicyTarget | None = None
+
+
+_TARGET = TypeAdapter(_Target)
+
+
+def measure_ceiling(target: LlmTarget | PolicyTarget, *, num_processes: int, seconds: float = _MEASURE_S) -> float:
+    """Requests a second that so many generator processes reach against a server that does nothing.
+
+    Args:
+        target: Gives protocol and payload.
+        num_processes: Generator processes; more than there are cores are measured at that many and scaled.
+        seconds: How long to measure.
+    """
+    num_chunks = target.settings.output_tokens.mean if isinstance(target, LlmTarget) else 1
+    num_measured = min(num_processes, os.cpu_count() or 1)
+    with _noop_server(num_chunks) as url:
+        if isinstance(target, LlmTarget):
+            moved = _Target(llm=replace(target, settings=replace(target.settings, url=url)))
+        else:
+            moved = _Target(policy=replace(target, settings=replace(target.settings, url=url)))
+        content = _TARGET.dump_json(moved)
+        processes = [_start("loadtest.ceiling", "--seconds", str(seconds)) for _ in range(num_measured)]
+        for process in processes:
+            assert process.stdin is not None
+            process.stdin.write(content + b"\n")
+            process.stdin.close()
+        counts = [float(_read(process)) for process in processes]
+    return sum(counts) * num_processes / num_measured
+
+
+def _measure(target: _Target, seconds: float) -> float:
+    """Requests a second of this process."""
+    times: list[float] = []
+    failures: list[RequestRecord] = []
+
+    def emit(record: RequestRecord) -> None:
+        times.append(time.perf_counter())
+        if record.error is not None:
+            failures.append(record)
+
+    load = LoadSettings(users=_USERS, duration_s=_WARM_S + seconds + 1, warmup_s=0)
+    share = Share()
+    lane: Lane
+    if target.llm is not None:
+        lane = llm_lane(target.llm, load, share, emit)
+    else:
+        assert target.policy is not None
+        lane = policy_lane(target.policy, load, share, emit)
+    lane.begin()
+    users = Group()
+    for _ in range(_USERS):
+        users.spawn(lane.user)
+    gevent.sleep(_WARM_S)
+    began, first = time.perf_counter(), len(times)
+    gevent.sleep(seconds)
+    number, took = len(times) - first, time.perf_counter() - began
+    lane.halt()
+    users.join()
+    if failures:
+        raise RuntimeError(f"the no-op server did not answer: {failures[0].error}: {failures[0].message}")
+    return number / took
+
+
+@contextmanager
+def _noop_server(num_chunks: int) -> Iterator[str]:
+    process = _start("loadtest.noop_server", "--num-chunks", str(num_chunks))
+    try:
+        assert process.stdout is not None
+        with gevent.Timeout(_START_S, RuntimeError("the no-op server did not start")):
+            yield f"http://127.0.0.1:{int(process.stdout.readline())}"
+    finally:
+        process.kill()
+        process.wait()
+
+
+def _start(module: str, *arguments: str) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(  # noqa: S603  # this very Python and package
+        [sys.executable, "-m", module, *arguments],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        start_new_session=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
+    )
+
+
+def _read(process: subprocess.Popen[bytes]) -> str:
+    assert process.stdout is not None
+    text = process.stdout.read().decode().strip()
+    if process.wait() or not text:
+        raise RuntimeError("the generator's ceiling could not be measured")
+    return text
+
+
+def main() -> None:
+    """One measuring process: takes its target on standard input, prints requests a second."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--seconds", type=float, required=True)
+    arguments = parser.parse_args()
+    target = _TARGET.validate_json(sys.stdin.readline())
+    sys.stdout.write(f"{_measure(target, arguments.seconds)}\n")
+
+
+if __name__ == "__main__":
+    from gevent import monkey
+
+    monkey.patch_all()
+    main()

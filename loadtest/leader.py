@@ -1,0 +1,255 @@
+"""Leads the generator processes of a run: starts them, gives each its share of a stage, and gathers the records."""
+
+from __future__ import annotations
+
+import logging
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from types import TracebackType
+from typing import Any
+
+import gevent
+from locust.env import Environment
+from locust.runners import MasterRunner
+
+from loadtest.errors import UsageError
+from loadtest.generator import Share
+from loadtest.node import HALT, OVER, READY, RECORDS, STAGE, LlmUser, Node, PolicyUser, StageOrder
+from loadtest.plan import Plan
+from loadtest.records import RequestRecord
+from loadtest.settings import LoadSettings
+from loadtest.targets import LlmTarget, PolicyTarget
+
+logger = logging.getLogger(__name__)
+
+_POLL_S = 0.05
+_CONNECT_S = 60.0
+_JOIN_S = 600.0
+_GIVE_UP_S = 10.0
+"""A run ends when for so long requests have failed and none has succeeded."""
+_GRACE_S = 15.0
+
+
+class Leader:
+    """Runs stages on all generator processes. A context manager: leaving it ends them.
+
+    Args:
+        plan: The load test.
+        llm: The language model, if it is loaded.
+        policy: The policy, if it is loaded.
+        on_records: Gets records as they come in.
+        on_wait: Told what is waited for, for people.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        llm: LlmTarget | None,
+        policy: PolicyTarget | None,
+        *,
+        on_records: Callable[[list[RequestRecord]], None],
+        on_wait: Callable[[str], None],
+    ) -> None:
+        self._plan = plan
+        self._llm = llm
+        self._policy = policy
+        self._on_records = on_records
+        self._on_wait = on_wait
+        self._workers: list[subprocess.Popen[bytes]] = []
+        self._ready: set[tuple[int, int]] = set()
+        self._over: set[tuple[int, int]] = set()
+        self._last_success = 0.0
+        self._failures_since = 0
+        self.environment = Environment(user_classes=[LlmUser, PolicyUser], host=self._host(), stop_timeout=2.0)
+        self._is_local = plan.num_generators == 1 and not plan.expect_workers
+        self._node: Node | None = None
+
+    def __enter__(self) -> Leader:
+        if self._is_local:
+            self._runner: Any = self.environment.create_local_runner()
+            self._node = Node(self.environment)
+        else:
+            self._runner = self._create_master()
+        for message, listener in ((READY, self._note_ready), (OVER, self._note_over), (RECORDS, self._take_records)):
+            self._runner.register_message(message, listener)
+        if self._plan.web_port is not None:
+            self._open_page(self._plan.web_port)
+        if not self._is_local:
+            self._start_workers()
+        return self
+
+    def __exit__(
+        self, _type: type[BaseException] | None, _error: BaseException | None, _at: TracebackType | None
+    ) -> None:
+        self._runner.quit()
+        if self.environment.web_ui is not None:
+            self.environment.web_ui.stop()
+        deadline = time.monotonic() + 5
+        for worker in self._workers:
+            while worker.poll() is None and time.monotonic() < deadline:
+                gevent.sleep(_POLL_S)
+            if worker.poll() is None:
+                worker.kill()
+                worker.wait()
+
+    def run_stage(
+        self, stage: int, llm_load: LoadSettings | None, policy_load: LoadSettings | None, *, tick: Callable[[], None]
+    ) -> str | None:
+        """Sends one load and waits until every request has its answer.
+
+        Args:
+            stage: Its index.
+            llm_load: Load on the language model.
+            policy_load: Load on the policy server.
+            tick: Called several times a second.
+
+        Returns:
+            Why it ended before its time; None if it did not.
+        """
+        number = self._plan.num_generators
+        loads = {LlmUser: llm_load, PolicyUser: policy_load}
+        for process, client in enumerate(self._clients()):
+            order = StageOrder(
+                share=Share(process=process, num_processes=number, stage=stage),
+                llm=self._llm,
+                llm_load=llm_load,
+                policy=self._policy,
+                policy_load=policy_load,
+                events=self._plan.web_port is not None,
+            )
+            self._runner.send_message(STAGE, order.to_json(), client)
+        everybody = {(process, stage) for process in range(number)}
+        if not self._wait(lambda: everybody <= self._ready, _CONNECT_S):
+            return "a generator process did not answer"
+        num_users = 0
+        classes: list[type[LlmUser] | type[PolicyUser]] = []
+        for user_class, load in loads.items():
+            user_class.fixed_count = 0 if load is None else number if load.mode == "open" else load.users
+            num_users += user_class.fixed_count
+            if load is not None:
+                classes.append(user_class)
+        self._last_success, self._failures_since = time.monotonic(), 0
+        self._runner.start(num_users, spawn_rate=num_users, user_classes=classes)
+        reason = self._await_end(everybody, [load for load in loads.values() if load is not None], tick)
+        self._runner.stop()
+        if not self._is_local:
+            self._wait(lambda: len(self._clients()) >= number or self._lost() is not None, _CONNECT_S)
+        self._flush()
+        return reason
+
+    def halt(self) -> None:
+        """Sends nothing more; ``run_stage`` returns when what is in flight has ended."""
+        self._runner.send_message(HALT)
+
+    def _await_end(
+        self, everybody: set[tuple[int, int]], loads: Sequence[LoadSettings], tick: Callable[[], None]
+    ) -> str | None:
+        longest_s = max(load.warmup_s + load.duration_s + load.timeout_s for load in loads) + _GRACE_S
+        deadline = time.monotonic() + longest_s
+        reason: str | None = None
+        while not everybody <= self._over:
+            gevent.sleep(_POLL_S)
+            tick()
+            if reason is None:
+                reason = self._lost() or self._gave_up()
+                if reason is not None:
+                    self.halt()
+                    deadline = min(deadline, time.monotonic() + _GRACE_S)
+            if time.monotonic() > deadline:
+                return reason or f"requests were still in flight after {longest_s:.0f} s"
+        return reason
+
+    def _gave_up(self) -> str | None:
+        quiet_s = time.monotonic() - self._last_success
+        if self._failures_since and quiet_s > _GIVE_UP_S:
+            return f"{self._failures_since} requests failed and none succeeded for {quiet_s:.0f} s"
+        return None
+
+    def _lost(self) -> str | None:
+        for number, worker in enumerate(self._workers):
+            if worker.poll() is not None:
+                return f"generator process {number} ended with exit code {worker.returncode}"
+        return None
+
+    # Messages.
+
+    def _note_ready(self, environment: Environment, msg: Any, **_: Any) -> None:
+        self._ready.add((msg.data["process"], msg.data["stage"]))
+
+    def _note_over(self, environment: Environment, msg: Any, **_: Any) -> None:
+        self._over.add((msg.data["process"], msg.data["stage"]))
+
+    def _take_records(self, environment: Environment, msg: Any, **_: Any) -> None:
+        records = [RequestRecord(*row) for row in msg.data["rows"]]
+        successes = sum(record.error is None for record in records)
+        if successes:
+            self._last_success, self._failures_since = time.monotonic(), 0
+        else:
+            self._failures_since += len(records)
+        self._on_records(records)
+
+    def _flush(self) -> None:
+        if self._node is not None:
+            self._node.flush()
+        else:
+            gevent.sleep(0.1)  # the last messages
+
+    # Processes.
+
+    def _host(self) -> str:
+        targets = [target.settings.url for target in (self._llm, self._policy) if target is not None]
+        return targets[0]
+
+    def _create_master(self) -> MasterRunner:
+        host, port = "127.0.0.1", 0
+        if self._plan.bind is not None:
+            host, _, text = self._plan.bind.rpartition(":")
+            if not host or not text.isdecimal():
+                raise UsageError(f"bind={self._plan.bind!r}: write HOST:PORT, such as 0.0.0.0:5557")
+            port = int(text)
+        try:
+            return self.environment.create_master_runner(host, port)
+        except Exception as error:  # zmq's own, wrapped by locust
+            raise UsageError(f"bind={host}:{port}: cannot listen there ({error}); choose another") from None
+
+    def _start_workers(self) -> None:
+        port = str(self._runner.server.port)
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+        for _ in range(self._plan.processes):
+            self._workers.append(
+                subprocess.Popen(  # noqa: S603  # this very Python and package
+                    [sys.executable, "-m", "loadtest.worker", "127.0.0.1", port],
+                    stdin=subprocess.DEVNULL,
+                    start_new_session=True,  # Ctrl-C in a terminal reaches the leader alone, which ends them
+                    env=environment,
+                )
+            )
+        number = self._plan.num_generators
+        if self._plan.expect_workers:
+            self._on_wait(f"waiting for {self._plan.expect_workers} processes to join at {self._plan.bind}")
+        limit_s = _JOIN_S if self._plan.expect_workers else _CONNECT_S
+        if not self._wait(lambda: self._runner.worker_count >= number or self._lost() is not None, limit_s):
+            raise UsageError(
+                f"expect_workers: {self._runner.worker_count} of {number} processes have joined; giving up"
+            )
+        if (lost := self._lost()) is not None:
+            raise RuntimeError(lost)
+
+    def _clients(self) -> list[str | None]:
+        if self._is_local:
+            return [None]
+        return sorted(client.id for client in self._runner.clients.ready)
+
+    def _open_page(self, port: int) -> None:
+        self.environment.create_web_ui("127.0.0.1", port)
+
+    def _wait(self, condition: Callable[[], bool], limit_s: float) -> bool:
+        deadline = time.monotonic() + limit_s
+        while not condition():
+            if time.monotonic() > deadline:
+                return False
+            gevent.sleep(_POLL_S)
+        return True
