@@ -94,7 +94,7 @@ def _show_figures(console: Console, figures: Figures, kind: str) -> None:
     if figures.missed_deadline_rate is not None:
         rates.append(f"{100 * figures.missed_deadline_rate:.3g} % missed deadlines")
     rates.append(f"{figures.num_ok} ok, {figures.num_failed} failed in {figures.duration_s:.1f} s")
-    console.print(", ".join(rates), highlight=False)
+    console.print(", ".join(rates), highlight=False, soft_wrap=True)
     for kind_of, number in figures.failures.items():
         console.print(f"  failed: {kind_of}: {number}", highlight=False)
     table = Table("ms", "mean", "p50", "p90", "p99", "max", box=None)

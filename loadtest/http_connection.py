@@ -136,6 +136,7 @@ class HttpConnection:
         connected = self.connect()
         answer = _Answer(on_body)
         parser: Any = httptools.HttpResponseParser(answer)
+        answer.parser = parser
         buffer, num_read = self._buffer, 0
         try:
             connected.sendall(message)
@@ -160,7 +161,7 @@ class HttpConnection:
             if answer.ends_with_connection:
                 return int(parser.get_status_code())
             raise RequestFailedError("cut_off", "the server closed the connection in the middle of its answer")
-        if not parser.should_keep_alive():
+        if not answer.keep_alive:
             self.close()
         return int(parser.get_status_code())
 
@@ -173,7 +174,9 @@ class _Answer:
     """What the parser calls."""
 
     def __init__(self, on_body: OnBody) -> None:
+        self.parser: Any = None
         self.complete = False
+        self.keep_alive = False
         self.ends_with_connection = True
         self.read_at = 0.0
         self._on_body = on_body
@@ -184,6 +187,9 @@ class _Answer:
 
     def on_body(self, body: bytes) -> None:
         self._on_body(body, self.read_at)
+
+    def on_headers_complete(self) -> None:
+        self.keep_alive = self.parser.should_keep_alive()  # the parser forgets it with the message's end
 
     def on_message_complete(self) -> None:
         self.complete = True

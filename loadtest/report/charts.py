@@ -16,7 +16,9 @@ from loadtest.summary import Stage
 
 _BLUE, _ORANGE, _GREEN, _RED, _GREY = "#3b82d6", "#e07b39", "#2f9e6e", "#d64545", "#8a929a"
 _QUANTILES = np.concatenate((np.linspace(0, 0.99, 100), np.linspace(0.9901, 1, 100)))
-_INTERVALS = 60
+_MOST_INTERVALS = 60
+_REQUESTS_OF_AN_INTERVAL = 12
+_SHORTEST_MS = 0.01  # where the logarithmic axis begins; chunks that were read together are 0 apart
 _SHORTEST_INTERVAL_S = 0.25
 
 Array = NDArray[np.float64]
@@ -40,6 +42,7 @@ def latency_over_time(records: Sequence[RequestRecord], began_s: float) -> go.Fi
                 y=points,
                 name=f"{name} p{quantile}",
                 mode="lines",
+                connectgaps=True,
                 line={"color": color, "dash": dash, "width": 2},
             )
     _shade_warmup(figure, records, began_s)
@@ -75,7 +78,7 @@ def distribution(records: Sequence[RequestRecord]) -> go.Figure:
     ):
         known = np.array([value for value in values if value is not None])
         if len(known):
-            at = np.maximum(np.quantile(known, _QUANTILES), 1e-3)  # the axis is logarithmic
+            at = np.maximum(np.quantile(known, _QUANTILES), _SHORTEST_MS)
             figure.add_scatter(x=at, y=_QUANTILES, name=name, mode="lines", line={"color": color, "width": 2})
     figure.update_xaxes(type="log")
     figure.update_yaxes(tickformat=".0%", range=[0, 1.02])
@@ -133,7 +136,7 @@ def distributions_beside(sides: Sequence[tuple[str, Array]]) -> go.Figure:
     """The cumulative distributions of the same figure in several runs."""
     figure = _figure("ms", "share of requests", "tozero")
     for (name, values), color in zip(sides, (_BLUE, _ORANGE), strict=False):
-        at = np.maximum(np.quantile(values, _QUANTILES), 1e-3)
+        at = np.maximum(np.quantile(values, _QUANTILES), _SHORTEST_MS)
         figure.add_scatter(x=at, y=_QUANTILES, name=name, mode="lines", line={"color": color, "width": 2})
     figure.update_xaxes(type="log")
     figure.update_yaxes(tickformat=".0%", range=[0, 1.02])
@@ -178,7 +181,8 @@ def _shade_warmup(figure: go.Figure, records: Sequence[RequestRecord], began_s: 
 
 def _edges(times: Array) -> Array:
     last = max(float(times.max()), _SHORTEST_INTERVAL_S)
-    interval = max(last / _INTERVALS, _SHORTEST_INTERVAL_S)
+    number = min(max(len(times) // _REQUESTS_OF_AN_INTERVAL, 4), _MOST_INTERVALS)
+    interval = max(last / number, _SHORTEST_INTERVAL_S)
     return np.arange(0, last + interval, interval, dtype=np.float64)
 
 

@@ -18,6 +18,7 @@ from loadtest.scrape import SERVER_METRICS_FILE
 from loadtest.summary import Summary
 
 REPORT_FILE = "report.html"
+_SHOWN_ELSEWHERE = ("slos", "command", "output")
 
 
 DEFINITIONS = {
@@ -78,7 +79,9 @@ def write_report(folder: Path, summary: Summary, records: Sequence[RequestRecord
                 for name, figure in charts.server_metrics(folder / SERVER_METRICS_FILE, began_s)
             ],
             failures=_failures(records),
-            settings=_settings(summary.settings),
+            settings=_settings(
+                {name: value for name, value in summary.settings.items() if name not in _SHOWN_ELSEWHERE}
+            ),
             definitions=DEFINITIONS,
         )
     )
