@@ -44,7 +44,7 @@ class Figures(BaseModel):
     num_ok: int = Field(description="Requests that were answered as they should be.")
     num_failed: int = Field(description="The others.")
     failures: dict[str, int] = Field(description="The others by kind, such as timeout, connection, http_503.")
-    error_rate: float = Field(description="Failed requests, of all; 0 to 1.")
+    error_rate: float | None = Field(description="Failed requests, of all; 0 to 1; null without a request.")
     requests_per_s: float = Field(description="Successful requests a second.")
     rows_per_s: float = Field(description="Successful observations a second; requests, for language models.")
     input_tokens: int = Field(description="Tokens of the prompts of successful requests.")
@@ -96,7 +96,7 @@ def compute_figures(
         num_ok=len(good),
         num_failed=len(measured) - len(good),
         failures=dict(Counter(record.error for record in measured if record.error is not None).most_common()),
-        error_rate=1 - len(good) / len(measured) if measured else 0.0,
+        error_rate=(len(measured) - len(good)) / len(measured) if measured else None,
         requests_per_s=rate(len(good)),
         rows_per_s=rate(sum(record.rows for record in good)),
         input_tokens=num_input,

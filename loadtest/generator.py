@@ -173,6 +173,7 @@ class Lane:
                     self.halted.wait(min(due_s, self._ends_s) - now)
                 else:
                     intended_s = due_s if self._period_s is not None else None
+                    self._count_down(warmup=self._is_warmup(now if intended_s is None else intended_s))
                     record = self._call(caller, number, intended_s)
                     if self._period_s is not None:
                         due_s = self._next_due(due_s)
@@ -201,6 +202,7 @@ class Lane:
             wait_s = intended_s - time.time()
             if (wait_s > _SLEEP_FROM_S and self.halted.wait(wait_s)) or self.halted.is_set() or self._left == 0:
                 break
+            self._count_down(warmup=self._is_warmup(intended_s))
             if len(self._in_flight) >= self._load.max_in_flight:
                 self._emit_not_sent(intended_s)
             else:
@@ -218,11 +220,17 @@ class Lane:
         self._call(caller, -1, intended_s)
         self._idle.append(caller)
 
-    def _call(self, caller: Caller, user: int, intended_s: float | None) -> RequestRecord:
-        began = time.time()
-        warmup = (began if intended_s is None else intended_s) < self._began_s + self._load.warmup_s
+    def _is_warmup(self, intended_s: float) -> bool:
+        return intended_s < self._began_s + self._load.warmup_s
+
+    def _count_down(self, *, warmup: bool) -> None:
+        """One of the measured requests is on its way."""
         if self._left is not None and not warmup:
             self._left -= 1
+
+    def _call(self, caller: Caller, user: int, intended_s: float | None) -> RequestRecord:
+        began = time.time()
+        warmup = self._is_warmup(began if intended_s is None else intended_s)
         self._users_inside += 1
         try:
             record = caller.call(intended_s=intended_s)
@@ -240,7 +248,7 @@ class Lane:
     def _emit_not_sent(self, intended_s: float) -> None:
         message = f"{self._load.max_in_flight} requests were in flight (max_in_flight)"
         record = RequestRecord(self._kind, intended_s, intended_s, error="not_sent", message=message)
-        record.warmup = intended_s < self._began_s + self._load.warmup_s
+        record.warmup = self._is_warmup(intended_s)
         self._fill_in(record)
 
     def _cut_off(self, intended_s: float, sent_s: float, user: int, *, warmup: bool) -> RequestRecord:

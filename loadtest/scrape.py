@@ -15,6 +15,7 @@ from loadtest.http_connection import HttpConnection, RequestFailedError
 
 SERVER_METRICS_FILE = "server_metrics.jsonl"
 _TIMEOUT_S = 2.0
+_SHARES = ("vllm:kv_cache_usage_perc",)
 
 GAUGES = (
     "vllm:num_requests_running",
@@ -64,7 +65,7 @@ class Scraper:
         except RequestFailedError:
             return
         if status != 200:
-            self.is_there = False
+            self.is_there = status not in (401, 403, 404)  # others may pass
             return
         now = time.time()
         try:
@@ -103,11 +104,15 @@ class Scraper:
 
 
 def _totals(text: str) -> dict[str, float]:
-    """Values by sample name, added up over labels; of the durations only the whole request's."""
+    """Values by sample name, added up over labels, shares as their largest; of durations only the whole request's."""
     found: dict[str, float] = defaultdict(float)
     for family in text_string_to_metric_families(text):
         if family.name.startswith(("vllm", "policy")):
             for sample in family.samples:
-                if sample.labels.get("stage", "total") == "total":
+                if sample.labels.get("stage", "total") != "total":
+                    continue
+                if sample.name in _SHARES:
+                    found[sample.name] = max(found[sample.name], sample.value)
+                else:
                     found[sample.name] += sample.value
     return dict(found)

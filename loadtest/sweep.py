@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 
 class Sweep:
     """Doubles the load while the SLOs hold, then halves the gap between what held and what did not.
@@ -14,8 +16,9 @@ class Sweep:
     """
 
     def __init__(self, *, start: float, limit: float, precision: float = 0.05, whole: bool = False) -> None:
-        self._start = min(start, limit)
-        self._limit = limit
+        # A limit between two whole numbers is never reached, and the search would go on for ever.
+        self._limit = max(1.0, float(math.floor(limit))) if whole else limit
+        self._start = min(start, self._limit)
         self._precision = precision
         self._whole = whole
         self._held: float | None = None

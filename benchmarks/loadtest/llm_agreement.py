@@ -1,0 +1,182 @@
+"""The same load from ``vllm bench serve`` and from ``gated-serving loadtest llm``, on the same running server.
+
+A closed loop of 8 users with the same prompts, the same answer lengths and the same number of requests, one tool after
+the other and every second round in the opposite order; a first run of each fills the server's prefix cache and counts
+for nothing. The server has one half of the cores and the clients have the other, so that a tool's own cost does not
+slow the server. Two servers: vLLM with the shipped model, and one that sends its chunks by the clock, which is as fast
+in every round. A figure is compared by the median of its ratio within a round.
+
+    python benchmarks/loadtest/llm_agreement.py [--rounds 7] [--requests 96] [--users 8]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1]))  # run as a script: benchmarks/ is no package
+sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
+
+from fake_llm_server import fake_llm_server
+from record import keep_record
+from serving import running_llm_server, split_cores
+
+ROOT = Path(__file__).parents[2]
+TOKENIZER = ROOT / "gated_serving" / "llm" / "pretrained" / "tiny-python"
+AIM = 0.05
+FIRST_CHUNK_S, CHUNK_S = 0.15, 0.01
+# The build for CPUs has no "vllm" command that starts; this is what the command would call.
+VLLM_BENCH = """
+from vllm.benchmarks.serve import add_cli_args, main
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+parser = FlexibleArgumentParser()
+add_cli_args(parser)
+main(parser.parse_args())
+"""
+TEXT = "def return class value list index name data test file line number text result item key self"
+FIGURES = {
+    "requests/s": ("request_throughput", "requests_per_s"),
+    "output tokens/s": ("output_throughput", "output_tokens_per_s"),
+    "mean TTFT ms": ("mean_ttft_ms", "ttft_ms"),
+    "mean ITL ms": ("mean_itl_ms", "itl_ms"),
+    "mean TPOT ms": ("mean_tpot_ms", "tpot_ms"),
+}
+AIMED = ("requests/s", "output tokens/s", "mean TTFT ms", "mean ITL ms")
+
+
+def main() -> None:
+    """Runs both, prints and keeps."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--requests", type=int, default=96)
+    parser.add_argument("--users", type=int, default=8)
+    parser.add_argument("--output-tokens", type=int, default=64)
+    parser.add_argument("--keep", action=argparse.BooleanOptionalAction, default=True, help="write benchmarks/results")
+    arguments = parser.parse_args()
+    server_cores, client_cores = split_cores()
+    rows: list[dict[str, Any]] = []
+    verdicts: list[str] = []
+    for name, server in (("by the clock", clock_server), ("vLLM", running_llm_server)):
+        with server(server_cores) as url:
+            os.sched_setaffinity(0, client_cores)
+            measured = measure(url, arguments)
+        os.sched_setaffinity(0, server_cores | client_cores)
+        for tool, runs in measured.items():
+            medians = {figure: statistics.median(run[figure] for run in runs) for figure in FIGURES}
+            rows.append({"server": name, "tool": tool, **medians})
+        theirs, own = measured.values()
+        ratios = {
+            figure: statistics.median(b[figure] / a[figure] for a, b in zip(theirs, own, strict=True))
+            for figure in FIGURES
+        }
+        rows.append({"server": name, "tool": "ratio in a round", **ratios})
+        spread = max(
+            max(run["requests/s"] for run in runs) / min(run["requests/s"] for run in runs)
+            for runs in measured.values()
+        )
+        for figure in AIMED:
+            reached = "reached" if abs(ratios[figure] - 1) <= AIM else "missed"
+            verdicts.append(f"{name}: {figure}: {100 * (ratios[figure] - 1):+.1f} % (aim within 5 %: {reached})")
+        verdicts.append(f"{name}: requests/s of one tool differ by up to {100 * (spread - 1):.0f} % between rounds")
+    method = (
+        f"{arguments.users} users in a closed loop, {arguments.requests} prompts, {arguments.output_tokens} tokens "
+        f"each, streamed chat. {arguments.rounds} rounds, both tools in turn. Server on cores {sorted(server_cores)}, "
+        f"clients on {sorted(client_cores)}. By the clock: a chunk after "
+        f"{1e3 * FIRST_CHUNK_S:g} ms, then one every {1e3 * CHUNK_S:g} ms. vLLM: the shipped model."
+    )
+    if arguments.keep:
+        keep_record("loadtest-llm-agreement", method=method, rows=rows, verdicts=verdicts)
+    else:
+        print(rows, verdicts)
+
+
+def measure(url: str, arguments: argparse.Namespace) -> dict[str, list[dict[str, float]]]:
+    """Every round of both tools on one server."""
+    measured: dict[str, list[dict[str, float]]] = {"vllm bench serve": [], "gated-serving loadtest": []}
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        prompts = write_prompts(folder / "prompts.jsonl", arguments.requests)
+        with urllib.request.urlopen(f"{url}/v1/models", timeout=10) as answer:
+            model = json.load(answer)["data"][0]["id"]
+        tools = {
+            "vllm bench serve": lambda: vllm_bench(url, model, prompts, folder / "bench.json", arguments),
+            "gated-serving loadtest": lambda: ours(url, prompts, folder / "ours", arguments),
+        }
+        for number in range(arguments.rounds + 1):
+            for tool in list(tools)[:: 1 if number % 2 else -1]:
+                figures = tools[tool]()
+                if number:
+                    measured[tool].append(figures)
+                print(f"round {number}: {tool}: {figures}", file=sys.stderr, flush=True)
+    return measured
+
+
+@contextmanager
+def clock_server(cores: set[int]) -> Iterator[str]:
+    """A server that sends its chunks by the clock."""
+    with fake_llm_server() as server:
+        os.sched_setaffinity(server.thread_id, cores)
+        server.first_chunk_s, server.chunk_s = FIRST_CHUNK_S, CHUNK_S
+        yield server.url
+
+
+def write_prompts(path: Path, number: int) -> Path:
+    """Random words, the same for both."""
+    chosen = random.Random(0)
+    lines = [json.dumps({"prompt": " ".join(chosen.choices(TEXT.split(), k=80))}) for _ in range(number)]
+    path.write_text("\n".join(lines) + "\n")
+    return path
+
+
+def vllm_bench(url: str, model: str, prompts: Path, result: Path, arguments: argparse.Namespace) -> dict[str, float]:
+    """One run of vLLM's own tool."""
+    command = [
+        *(sys.executable, "-c", VLLM_BENCH, "--backend", "openai-chat", "--base-url", url),
+        *("--endpoint", "/v1/chat/completions", "--model", model, "--tokenizer", str(TOKENIZER)),
+        *("--dataset-name", "custom", "--dataset-path", str(prompts), "--disable-shuffle"),
+        *("--custom-output-len", str(arguments.output_tokens), "--num-prompts", str(arguments.requests)),
+        *("--max-concurrency", str(arguments.users), "--ignore-eos", "--temperature", "0"),
+        *("--save-result", "--result-filename", str(result)),
+    ]
+    run(command)
+    content = json.loads(result.read_text())
+    assert content["completed"] == arguments.requests, content
+    return {figure: float(content[theirs]) for figure, (theirs, _) in FIGURES.items()}
+
+
+def ours(url: str, prompts: Path, output: Path, arguments: argparse.Namespace) -> dict[str, float]:
+    """One run of this project's."""
+    command = [
+        *(sys.executable, "-m", "loadtest", "llm", url, "--prompts", str(prompts), "--warmup", "0"),
+        *("--users", str(arguments.users), "--requests", str(arguments.requests), "--duration", "3600"),
+        *("--output-tokens", str(arguments.output_tokens), "--no-ceiling", "--output", str(output)),
+    ]
+    run(command)
+    figures = json.loads((output / "summary.json").read_text())["figures"]
+    assert figures["num_ok"] == arguments.requests, figures
+    return {
+        figure: float(figures[name]["mean"] if isinstance(figures[name], dict) else figures[name])
+        for figure, (_, name) in FIGURES.items()
+    }
+
+
+def run(command: list[str]) -> None:
+    """Runs a tool; shows what it said if it fails."""
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
+    if done.returncode:
+        sys.exit(f"{' '.join(command[:6])} ... ended with {done.returncode}:\n{done.stdout}\n{done.stderr}")
+
+
+if __name__ == "__main__":
+    main()
