@@ -1,0 +1,125 @@
+"""The same closed loop from wrk and from ``gated-serving loadtest policy``, on the same running policy server.
+
+The shipped policy, one observation, JSON, one thread of wrk and one process of the generator, over 1, 4, 16 and 64
+connections, one tool after the other and every second round in the opposite order. The server has one half of the cores
+and the clients the other. The generator's own ceiling stands beside: near it the rate is the generator's.
+
+    python benchmarks/loadtest/policy_agreement.py [--rounds 5] [--seconds 4]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1]))  # run as a script: benchmarks/ is no package
+sys.path.insert(0, str(Path(__file__).parents[1] / "policy"))
+
+from record import keep_record
+from serving import running_policy_server, split_cores
+from wrk import check_wrk, load
+
+ROOT = Path(__file__).parents[2]
+CONNECTIONS = (1, 4, 16, 64)
+OBSERVATION = {
+    "observation": [1.3, 0.7, 0.5, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0],
+    "desired_goal": [1.4, 0.8, 0.6],
+}
+AIM = 0.1
+NEAR_CEILING = 0.8
+
+
+def main() -> None:
+    """Runs both, prints and keeps."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--seconds", type=float, default=4.0)
+    parser.add_argument("--keep", action=argparse.BooleanOptionalAction, default=True, help="write benchmarks/results")
+    arguments = parser.parse_args()
+    check_wrk()
+    server_cores, client_cores = split_cores()
+    rows: list[dict[str, Any]] = []
+    verdicts: list[str] = []
+    with tempfile.TemporaryDirectory() as name, running_policy_server(server_cores) as url:
+        os.sched_setaffinity(0, client_cores)
+        folder = Path(name)
+        (folder / "observations.jsonl").write_text(json.dumps(OBSERVATION) + "\n")
+        for connections in CONNECTIONS:
+            measured: list[tuple[dict[str, float], dict[str, float]]] = []
+            for number in range(arguments.rounds):
+                found: dict[str, dict[str, float]] = {}
+                for tool in ("wrk", "loadtest")[:: 1 if number % 2 else -1]:
+                    if tool == "wrk":
+                        found[tool] = by_wrk(url, connections, arguments.seconds)
+                    else:
+                        found[tool] = ours(url, folder, connections, arguments.seconds, ceiling=False)
+                measured.append((found["wrk"], found["loadtest"]))
+                print(f"{connections} connections, round {number}: {found}", file=sys.stderr, flush=True)
+            ceiling = ours(url, folder, connections, 1.0, ceiling=True)["ceiling"]
+            theirs, own = (
+                {
+                    figure: statistics.median(side[place][figure] for side in measured)
+                    for figure in ("requests/s", "p50 ms", "p99 ms")
+                }
+                for place in (0, 1)
+            )
+            ratio = statistics.median(own["requests/s"] / theirs["requests/s"] for theirs, own in measured)
+            rows.append({"connections": connections, "tool": "wrk", **theirs, "of the ceiling": ""})
+            rows.append(
+                {"connections": connections, "tool": "loadtest", **own, "of the ceiling": own["requests/s"] / ceiling}
+            )
+            near = " at the generator's ceiling" if own["requests/s"] > NEAR_CEILING * ceiling else ""
+            reached = "reached" if abs(ratio - 1) <= AIM else "missed"
+            verdicts.append(
+                f"{connections} connections: {100 * (ratio - 1):+.1f} % requests/s in a round{near} "
+                f"(aim within 10 %: {reached})"
+            )
+    method = (
+        f"The shipped policy, JSON, closed loops of {arguments.seconds:g} s, {arguments.rounds} rounds, both tools in "
+        f"turn; medians. Server on cores {sorted(server_cores)}, clients on {sorted(client_cores)}."
+    )
+    if arguments.keep:
+        keep_record("loadtest-policy-agreement", method=method, rows=rows, verdicts=verdicts)
+    else:
+        print(rows, verdicts)
+
+
+def by_wrk(url: str, connections: int, seconds: float) -> dict[str, float]:
+    """One run of wrk."""
+    found = load(
+        f"{url}/v1/policies/fetch-reach/act", {"observation": OBSERVATION}, connections=connections, seconds=seconds
+    )
+    assert not found.errors, found
+    return {"requests/s": found.requests_per_s, "p50 ms": found.p50_ms, "p99 ms": found.p99_ms}
+
+
+def ours(url: str, folder: Path, connections: int, seconds: float, *, ceiling: bool) -> dict[str, float]:
+    """One run of this project's."""
+    command = [
+        *(sys.executable, "-m", "loadtest", "policy", url, "--users", str(connections), "--duration", str(seconds)),
+        *("--warmup", "0", "--observations", str(folder / "observations.jsonl"), "--output", str(folder / "out")),
+        "--ceiling" if ceiling else "--no-ceiling",
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
+    if done.returncode:
+        sys.exit(f"{done.stdout}\n{done.stderr}")
+    content = json.loads((folder / "out" / "summary.json").read_text())
+    figures = content["figures"]
+    assert not figures["num_failed"], figures
+    return {
+        "requests/s": figures["requests_per_s"],
+        "p50 ms": figures["latency_ms"]["p50"],
+        "p99 ms": figures["latency_ms"]["p99"],
+        "ceiling": content["generator"]["ceiling_per_s"] or 0.0,
+    }
+
+
+if __name__ == "__main__":
+    main()
