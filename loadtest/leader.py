@@ -154,7 +154,7 @@ class Leader:
             gevent.sleep(_POLL_S)
             tick()
             if reason is None:
-                reason = self._lost() or self._gave_up()
+                reason = self._lost() or self._gave_up() or self._stopped()
                 if reason is not None:
                     self.halt()
                     deadline = min(deadline, time.monotonic() + _GRACE_S)
@@ -166,6 +166,12 @@ class Leader:
         quiet_s = time.monotonic() - self._last_success
         if self._failures_since and quiet_s > _GIVE_UP_S:
             return f"{self._failures_since} requests failed and none succeeded for {quiet_s:.0f} s"
+        return None
+
+    def _stopped(self) -> str | None:
+        """Somebody may press Stop on locust's own page; the users are gone then."""
+        if self._plan.web_port is not None and self._runner.state in ("stopping", "stopped"):
+            return "stopped from locust's page"
         return None
 
     def _lost(self) -> str | None:
@@ -244,7 +250,11 @@ class Leader:
         return sorted(client.id for client in self._runner.clients.ready)
 
     def _open_page(self, port: int) -> None:
-        self.environment.create_web_ui("127.0.0.1", port)
+        del sys.argv[1:]  # the page reads the command line as if it were locust's own
+        try:
+            self.environment.create_web_ui("127.0.0.1", port)
+        except OSError as error:
+            raise UsageError(f"web={port}: cannot listen there ({error.strerror}); choose another port") from None
 
     def _wait(self, condition: Callable[[], bool], limit_s: float) -> bool:
         deadline = time.monotonic() + limit_s

@@ -6,10 +6,12 @@ latencies. What these users do not have is open loop, warm-up and reports; ``gat
 
 from __future__ import annotations
 
+import logging
 import time
 from typing import Any, NoReturn
 
 from locust import User, events, task
+from locust.exception import StopUser
 
 from loadtest.errors import DeadServerError, UsageError
 from loadtest.generator import Caller, LlmCaller, PolicyCaller
@@ -20,6 +22,8 @@ from loadtest.prompts import PromptSource
 from loadtest.records import RequestRecord
 from loadtest.settings import LlmSettings, PolicySettings
 from loadtest.targets import LlmTarget, PolicyTarget, check_llm, check_policy
+
+logger = logging.getLogger(__name__)
 
 _TIMEOUT_S = 120.0
 
@@ -182,8 +186,8 @@ def _seed(user: User, number: int) -> int:
 
 def _give_up(user: User, error: Exception) -> NoReturn:
     """Ends locust with what is wrong, instead of a traceback for each user."""
-    runner = user.environment.runner
+    logger.error("%s", error)
     user.environment.process_exit_code = 2
-    if runner is not None:
-        runner.quit()
-    raise SystemExit(f"error: {error}")
+    if user.environment.runner is not None:
+        user.environment.runner.quit()
+    raise StopUser

@@ -23,7 +23,7 @@ import gevent  # isort: skip
 from loadtest.http_connection import HttpConnection, RequestFailedError
 from loadtest.records import RequestRecord
 from loadtest.settings import PolicySettings
-from policy_server.wire_msgpack import pack, unpack
+from policy_server.wire_msgpack import pack
 
 Observation = Mapping[str, NDArray[Any]]
 """Every field, [rows, *shape]."""
@@ -105,16 +105,17 @@ class PolicyClient:
         except gevent.Timeout:
             self.close()
             raise RequestFailedError("timeout", f"no answer within {self._timeout_s:g} s") from None
-        except BaseException:
+        except RequestFailedError:
+            if self._socket is None or not self._socket.is_open:
+                self.close()
+            raise
+        except BaseException:  # a greenlet that is killed leaves an answer on its way
             self.close()
             raise
         record.received_bytes, record.status = len(answer), 200
         if message.answer_mark not in answer:
-            record.error, record.message = "bad_answer", answer[:_MAX_MESSAGE].decode(errors="replace")
-            content = _mapping(unpack(answer))
-            error = _mapping(content.get("error"))
-            if error:
-                record.error, record.message = str(error.get("code", "error")), str(error.get("message", ""))
+            record.error = "bad_answer"
+            record.message = f"no action in the answer: {answer[:_MAX_MESSAGE].decode(errors='replace')}"
 
 
 class EncodedObservation:
@@ -197,6 +198,11 @@ class _WebSocket:
             self._read()
         self._next()  # the policy's description
 
+    @property
+    def is_open(self) -> bool:
+        """Whether the next frame can be sent over it; an answer that is an error does not end it."""
+        return self._protocol.state is State.OPEN
+
     def ask(self, content: bytes) -> bytes:
         """Sends a frame and waits for the next one that comes."""
         self._protocol.send_binary(content)
@@ -229,14 +235,24 @@ class _WebSocket:
             if isinstance(event, Response):
                 if event.status_code != 101:
                     raise RequestFailedError(f"http_{event.status_code}", event.reason_phrase)
-            elif cast("Frame", event).opcode in (Opcode.BINARY, Opcode.TEXT):
-                self._frames.append(bytes(cast("Frame", event).data))
+            else:
+                self._take(cast("Frame", event))
         self._flush()
         if self._protocol.handshake_exc is not None:
             raise RequestFailedError("bad_answer", str(self._protocol.handshake_exc))
         if self._protocol.state is not State.OPEN and not self._frames:
-            reason = self._protocol.close_exc.reason if self._protocol.close_rcvd is not None else ""
-            raise RequestFailedError("cut_off", f"the server closed the WebSocket {reason}".strip())
+            closed = self._protocol.close_rcvd
+            reason = f" ({closed.code} {closed.reason})" if closed is not None else ""
+            raise RequestFailedError("cut_off", f"the server closed the WebSocket{reason}")
+
+    def _take(self, frame: Frame) -> None:
+        """A binary frame is an answer; a text frame says ``CODE: what is wrong``, in openpi's protocol too."""
+        if frame.opcode is Opcode.BINARY:
+            self._frames.append(bytes(frame.data))
+        elif frame.opcode is Opcode.TEXT:
+            code, _, text = bytes(frame.data).decode(errors="replace").partition(": ")
+            known = code.isidentifier() and len(code) < 40 and text
+            raise RequestFailedError(code if known else "error", text if known else code[:_MAX_MESSAGE])
 
 
 def message_of(answer: bytes) -> str:
@@ -247,7 +263,3 @@ def message_of(answer: bytes) -> str:
         return str(error["message"] if isinstance(error, dict) else error)[:_MAX_MESSAGE]
     except (ValueError, KeyError, TypeError):
         return answer[:_MAX_MESSAGE].decode(errors="replace")
-
-
-def _mapping(value: Any) -> dict[str, Any]:
-    return cast("dict[str, Any]", value) if isinstance(value, dict) else {}

@@ -361,9 +361,15 @@ def test_plain_locustfiles_work_with_locust_alone(
 def test_a_locustfile_without_its_server_ends_with_what_is_wrong(tmp_path: Path) -> None:
     file = ROOT / "loadtest" / "locustfile_policy.py"
     command = [sys.executable, "-m", "locust", "-f", str(file), "--headless", "-u", "1", "-t", "20s"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
-        [*command, "--host", "http://127.0.0.1:9"], capture_output=True, text=True, cwd=tmp_path, timeout=60, check=False,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-    )  # fmt: skip
+        [*command, "--host", "http://127.0.0.1:9"],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        timeout=60,
+        check=False,
+        env=environment,
+    )
     assert done.returncode == 2
     assert "no answer (127.0.0.1:9: Connection refused)" in done.stderr + done.stdout
