@@ -1,4 +1,7 @@
-"""Leads the generator processes of a run: starts them, gives each its share of a stage, and gathers the records."""
+"""Leads the generator processes of a run: starts them, gives each its share of a stage, and gathers the records.
+
+It sends no request itself: what it does with records and shows to people would hold up a generator that measures.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ from locust.runners import MasterRunner
 
 from loadtest.errors import UsageError
 from loadtest.generator import Share
-from loadtest.node import HALT, OVER, READY, RECORDS, STAGE, LlmUser, Node, PolicyUser, StageOrder
+from loadtest.node import HALT, OVER, READY, RECORDS, STAGE, LlmUser, PolicyUser, StageOrder
 from loadtest.plan import Plan
 from loadtest.records import RequestRecord
 from loadtest.settings import LoadSettings
@@ -64,26 +67,26 @@ class Leader:
         self._last_success = 0.0
         self._failures_since = 0
         self.environment = Environment(user_classes=[LlmUser, PolicyUser], host=self._host(), stop_timeout=2.0)
-        self._is_local = plan.num_generators == 1 and not plan.expect_workers
-        self._node: Node | None = None
 
     def __enter__(self) -> Leader:
-        if self._is_local:
-            self._runner: Any = self.environment.create_local_runner()
-            self._node = Node(self.environment)
-        else:
-            self._runner = self._create_master()
+        self._runner: Any = self._create_master()
         for message, listener in ((READY, self._note_ready), (OVER, self._note_over), (RECORDS, self._take_records)):
             self._runner.register_message(message, listener)
         if self._plan.web_port is not None:
             self._open_page(self._plan.web_port)
-        if not self._is_local:
+        try:
             self._start_workers()
+        except BaseException:
+            self._end()
+            raise
         return self
 
     def __exit__(
         self, _type: type[BaseException] | None, _error: BaseException | None, _at: TracebackType | None
     ) -> None:
+        self._end()
+
+    def _end(self) -> None:
         self._runner.quit()
         if self.environment.web_ui is not None:
             self.environment.web_ui.stop()
@@ -135,9 +138,7 @@ class Leader:
         self._runner.start(num_users, spawn_rate=num_users, user_classes=classes)
         reason = self._await_end(everybody, [load for load in loads.values() if load is not None], tick)
         self._runner.stop()
-        if not self._is_local:
-            self._wait(lambda: len(self._clients()) >= number or self._lost() is not None, _CONNECT_S)
-        self._flush()
+        self._wait(lambda: len(self._clients()) >= number or self._lost() is not None, _CONNECT_S)
         return reason
 
     def halt(self) -> None:
@@ -197,12 +198,6 @@ class Leader:
             self._failures_since += len(records)
         self._on_records(records)
 
-    def _flush(self) -> None:
-        if self._node is not None:
-            self._node.flush()
-        else:
-            gevent.sleep(0.1)  # the last messages
-
     # Processes.
 
     def _host(self) -> str:
@@ -228,7 +223,7 @@ class Leader:
             self._workers.append(
                 subprocess.Popen(  # noqa: S603  # this very Python and package
                     [sys.executable, "-m", "loadtest.worker", "127.0.0.1", port],
-                    stdin=subprocess.DEVNULL,
+                    stdin=subprocess.PIPE,  # never written to: its end tells the worker that this process is gone
                     start_new_session=True,  # Ctrl-C in a terminal reaches the leader alone, which ends them
                     env=environment,
                 )
@@ -244,9 +239,7 @@ class Leader:
         if (lost := self._lost()) is not None:
             raise RuntimeError(lost)
 
-    def _clients(self) -> list[str | None]:
-        if self._is_local:
-            return [None]
+    def _clients(self) -> list[str]:
         return sorted(client.id for client in self._runner.clients.ready)
 
     def _open_page(self, port: int) -> None:

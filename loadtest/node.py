@@ -1,7 +1,6 @@
 """A generator process among others: takes stages from the process that leads, and sends back records.
 
-Leader and node talk by locust's messages, so that nodes may be on other machines; in a single process locust passes
-them on at once.
+Leader and node talk by locust's messages, so that nodes may be on other machines.
 
 ======================  ========  ===========================================================
 message                 from      says
@@ -33,7 +32,7 @@ from loadtest.settings import LoadSettings
 from loadtest.targets import LlmTarget, PolicyTarget
 
 STAGE, READY, HALT, RECORDS, OVER = (f"loadtest_{name}" for name in ("stage", "ready", "halt", "records", "over"))
-_FLUSH_S = 0.25
+_FLUSH_S = 0.05  # often, so that it never takes long
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from fake_llm_server import FakeLlmServer, fake_llm_server
 from served_policies import RunningPolicyServer, running_policy_server, write_policy
@@ -163,8 +164,12 @@ def test_a_run_that_is_killed_leaves_its_records(llm: FakeLlmServer, tmp_path: P
     file = tmp_path / "records.jsonl"
     while not file.exists() or not file.stat().st_size:
         time.sleep(0.05)
+    workers = psutil.Process(process.pid).children()
+    assert workers
     process.kill()
     process.communicate(timeout=30)
+    psutil.wait_procs(workers, timeout=20)
+    assert not any(worker.is_running() for worker in workers)
     assert read_records(tmp_path)
     assert not (tmp_path / "summary.json").exists()
 
