@@ -1,12 +1,12 @@
 """The same load from ``vllm bench serve`` and from ``gated-serving loadtest llm``, on the same running server.
 
-A closed loop of 8 users with the same prompts, the same answer lengths and the same number of requests, one tool after
-the other and every second round in the opposite order; a first run of each fills the server's prefix cache and counts
-for nothing. The server has one half of the cores and the clients have the other, so that a tool's own cost does not
-slow the server. Two servers: vLLM with the shipped model, and one that sends its chunks by the clock, which is as fast
-in every round. A figure is compared by the median of its ratio within a round.
+A closed loop of 8 users with the same prompts, the same answer lengths and the same number of requests. In every round
+each tool runs twice, in the order ABBA, so that a machine that grows slower or faster slows both alike; a first run of
+each fills the server's prefix cache and counts for nothing. The server has one half of the cores and the clients have
+the other, so that a tool's own cost does not slow the server. Two servers: vLLM with the shipped model, and one that
+sends its chunks by the clock, which is as fast in every round. A figure is compared by the median of its ratio within a round.
 
-    python benchmarks/loadtest/llm_agreement.py [--rounds 7] [--requests 96] [--users 8]
+    python benchmarks/loadtest/llm_agreement.py [--rounds 6] [--requests 48] [--users 8]
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ AIMED = ("requests/s", "output tokens/s", "mean TTFT ms", "mean ITL ms")
 def main() -> None:
     """Runs both, prints and keeps."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--requests", type=int, default=96)
+    parser.add_argument("--rounds", type=int, default=6)
+    parser.add_argument("--requests", type=int, default=48)
     parser.add_argument("--users", type=int, default=8)
     parser.add_argument("--output-tokens", type=int, default=64)
     parser.add_argument("--keep", action=argparse.BooleanOptionalAction, default=True, help="write benchmarks/results")
@@ -91,7 +91,8 @@ def main() -> None:
         verdicts.append(f"{name}: requests/s of one tool differ by up to {100 * (spread - 1):.0f} % between rounds")
     method = (
         f"{arguments.users} users in a closed loop, {arguments.requests} prompts, {arguments.output_tokens} tokens "
-        f"each, streamed chat. {arguments.rounds} rounds, both tools in turn. Server on cores {sorted(server_cores)}, "
+        f"each, streamed chat. {arguments.rounds} rounds, both tools twice a round, in the order ABBA. Server "
+        f"on cores {sorted(server_cores)}, "
         f"clients on {sorted(client_cores)}. By the clock: a chunk after "
         f"{1e3 * FIRST_CHUNK_S:g} ms, then one every {1e3 * CHUNK_S:g} ms. vLLM: the shipped model."
     )
@@ -113,11 +114,16 @@ def measure(url: str, arguments: argparse.Namespace) -> dict[str, list[dict[str,
             "vllm bench serve": lambda: vllm_bench(url, model, prompts, folder / "bench.json", arguments),
             "gated-serving loadtest": lambda: ours(url, prompts, folder / "ours", arguments),
         }
-        for number in range(arguments.rounds + 1):
-            for tool in list(tools)[:: 1 if number % 2 else -1]:
-                figures = tools[tool]()
-                if number:
-                    measured[tool].append(figures)
+        for tool in tools.values():
+            tool()
+        first, second = tools
+        for number in range(arguments.rounds):
+            runs: dict[str, list[dict[str, float]]] = {tool: [] for tool in tools}
+            for tool in (first, second, second, first) if number % 2 else (second, first, first, second):
+                runs[tool].append(tools[tool]())
+            for tool, twice in runs.items():
+                figures = {figure: statistics.mean(run[figure] for run in twice) for figure in FIGURES}
+                measured[tool].append(figures)
                 print(f"round {number}: {tool}: {figures}", file=sys.stderr, flush=True)
     return measured
 
