@@ -166,7 +166,7 @@ class Lane:
         due_s = self._first_due(number)
         try:
             while (now := time.time()) < self._ends_s and not self.halted.is_set() and self._left != 0:
-                if users_at(self._load, now - self._began_s) <= number:
+                if not self._is_wanted(number, now):
                     self.halted.wait(_INACTIVE_POLL_S)
                     due_s = time.time()
                 elif self._period_s is not None and due_s > now:
@@ -181,6 +181,11 @@ class Lane:
                         self.halted.wait(_AFTER_FAILED_CONNECTION_S)
         finally:
             caller.close()
+
+    def _is_wanted(self, number: int, now: float) -> bool:
+        """Whether a ramp or a step has come to this user; with all at work it does not matter which is which."""
+        wanted = users_at(self._load, now - self._began_s)
+        return wanted >= self._load.most_users or number < wanted
 
     def _first_due(self, number: int) -> float:
         """Control loops do not beat in time: they are spread over the period."""

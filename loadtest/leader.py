@@ -130,7 +130,7 @@ class Leader:
         num_users = 0
         classes: list[type[LlmUser] | type[PolicyUser]] = []
         for user_class, load in loads.items():
-            user_class.fixed_count = 0 if load is None else number if load.mode == "open" else load.users
+            user_class.fixed_count = 0 if load is None else number if load.mode == "open" else load.most_users
             num_users += user_class.fixed_count
             if load is not None:
                 classes.append(user_class)

@@ -105,6 +105,11 @@ class LoadSettings:
         at_least("warmup_s", self.warmup_s, 0)
 
     @property
+    def most_users(self) -> int:
+        """Users that a closed loop ever has at once; a ramp may fall."""
+        return self.users if self.shape == "steady" else max(self.users, math.ceil(self.start))
+
+    @property
     def full(self) -> float:
         """Users or requests a second that the shape ends with."""
         return float(self.users) if self.mode == "closed" else self.rate_per_s

@@ -4,7 +4,8 @@ A closed loop of 8 users with the same prompts, the same answer lengths and the 
 each tool runs twice, in the order ABBA, so that a machine that grows slower or faster slows both alike; a first run of
 each fills the server's prefix cache and counts for nothing. The server has one half of the cores and the clients have
 the other, so that a tool's own cost does not slow the server. Two servers: vLLM with the shipped model, and one that
-sends its chunks by the clock, which is as fast in every round. A figure is compared by the median of its ratio within a round.
+sends its chunks by the clock, which is as fast in every round. A figure is compared by the
+median of its ratio within a round.
 
     python benchmarks/loadtest/llm_agreement.py [--rounds 6] [--requests 48] [--users 8]
 """

@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # run as a script: benchmarks/ is no package
-sys.path.insert(0, str(Path(__file__).parents[1] / "policy"))
 
 from record import keep_record
 from serving import running_policy_server, split_cores

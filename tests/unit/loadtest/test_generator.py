@@ -149,6 +149,22 @@ def test_users_join_as_the_shape_says() -> None:
     assert seen == [set(range(number + 1)) for number in range(4)]
 
 
+def test_users_leave_as_the_shape_says() -> None:
+    made = run(lambda: gevent.sleep(0.01), users=1, shape="steps", start=3.0, num_steps=2, duration_s=1.0)
+    made.go(num_users=3)
+    began = min(record.sent_s for record in made.records)
+    early = {record.user for record in made.records if record.sent_s - began < 0.4}
+    late = {record.user for record in made.records if record.sent_s - began > 0.6}
+    assert (early, late) == ({0, 1, 2}, {0})
+
+
+def test_every_user_works_however_they_are_dealt_to_the_processes() -> None:
+    """Of five users the second of two processes may get three."""
+    made = run(lambda: gevent.sleep(0.01), share=Share(process=1, num_processes=2), users=5, duration_s=0.3)
+    made.go(num_users=3)
+    assert len({record.user for record in made.records}) == 3
+
+
 def test_a_failing_connection_is_not_hammered() -> None:
     made = run(lambda: None, users=1, duration_s=1.0)
     original = FakeCaller.call
