@@ -316,7 +316,7 @@ def load_test(context: typer.Context) -> None:
     """Load-test a server: llm URL, policy URL, mixed URL URL, compare A B; see loadtest --help.
 
     Exit codes: 0 every --slo holds; 3 one does not; 2 bad usage or a dead server; 1 the run ended before its time;
-    130 stopped by Ctrl-C.
+    130 stopped by Ctrl-C, 143 by SIGTERM.
     """
     missing = [name for name in ("locust", "plotly", "websockets", "orjson") if find_spec(name) is None]
     if missing:

@@ -231,7 +231,7 @@ def load_llm(
     """Load an OpenAI-compatible server with streamed requests.
 
     Exit codes: 0 every --slo holds; 3 one does not; 2 bad usage or a dead server; 1 the run ended before its time;
-    130 stopped by Ctrl-C.
+    130 stopped by Ctrl-C, 143 by SIGTERM.
     """
     options = dict(locals())
     from loadtest.command import run_command
@@ -280,7 +280,7 @@ def load_policy(
     """Load a policy server, as control loops or as an open stream of requests.
 
     Exit codes: 0 every --slo holds; 3 one does not; 2 bad usage or a dead server; 1 the run ended before its time;
-    130 stopped by Ctrl-C.
+    130 stopped by Ctrl-C, 143 by SIGTERM.
     """
     options = dict(locals())
     from loadtest.command import run_command

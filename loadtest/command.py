@@ -15,7 +15,7 @@ from loadtest.options import parse_address
 from loadtest.plan import Plan
 from loadtest.run import run_load_test
 
-HELD, ENDED_EARLY, WRONG, NOT_HELD, INTERRUPTED = 0, 1, 2, 3, 130
+HELD, ENDED_EARLY, WRONG, NOT_HELD, INTERRUPTED, TERMINATED = 0, 1, 2, 3, 130, 143
 
 
 def run_command(make_plan: Callable[[], Plan]) -> int:
@@ -26,7 +26,7 @@ def run_command(make_plan: Callable[[], Plan]) -> int:
 
     Returns:
         0 every SLO holds; 3 one does not; 2 what was asked for cannot be done, or the server does not answer; 1 the run
-        ended before its time; 130 stopped by Ctrl-C.
+        ended before its time; 130 stopped by Ctrl-C, 143 by SIGTERM.
     """
     told, shown = Console(stderr=True), Console()
     try:
@@ -39,8 +39,9 @@ def run_command(make_plan: Callable[[], Plan]) -> int:
         return INTERRUPTED
     show_summary(shown, summary)
     shown.print(f"report: {plan.output / 'report.html'}", highlight=False, soft_wrap=True)
-    if summary.stopped_early is not None and "Ctrl-C" in summary.stopped_early:
-        return INTERRUPTED
+    stops = {"stopped by Ctrl-C": INTERRUPTED, "stopped by SIGTERM": TERMINATED}
+    if summary.stopped_early in stops:
+        return stops[summary.stopped_early]
     if not summary.holds:
         return NOT_HELD
     return ENDED_EARLY if summary.stopped_early is not None else HELD

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -34,6 +35,7 @@ _JOIN_S = 600.0
 _GIVE_UP_S = 10.0
 """A run ends when for so long requests have failed and none has succeeded."""
 _GRACE_S = 15.0
+_STOPS = {signal.SIGINT: "stopped by Ctrl-C", signal.SIGTERM: "stopped by SIGTERM"}
 
 
 class Leader:
@@ -66,9 +68,14 @@ class Leader:
         self._over: set[tuple[int, int]] = set()
         self._last_success = 0.0
         self._failures_since = 0
+        self._interrupted: str | None = None
+        self._main = gevent.getcurrent()
         self.environment = Environment(user_classes=[LlmUser, PolicyUser], host=self._host(), stop_timeout=2.0)
 
     def __enter__(self) -> Leader:
+        # A handler of our own: locust's runner takes a KeyboardInterrupt for itself in some places and not in others.
+        self._handlers = {number: signal.getsignal(number) for number in _STOPS}
+        self._gevent_handlers = [gevent.signal_handler(number, self._interrupt, number) for number in _STOPS]
         self._runner: Any = self._create_master()
         for message, listener in ((READY, self._note_ready), (OVER, self._note_over), (RECORDS, self._take_records)):
             self._runner.register_message(message, listener)
@@ -86,7 +93,16 @@ class Leader:
     ) -> None:
         self._end()
 
+    def _interrupt(self, number: signal.Signals) -> None:
+        if self._interrupted is not None:  # a second time: at once
+            self._main.throw(KeyboardInterrupt)
+        self._interrupted = _STOPS[number]
+
     def _end(self) -> None:
+        for handler in self._gevent_handlers:
+            handler.cancel()
+        for number, handler in self._handlers.items():
+            signal.signal(number, handler)
         self._runner.quit()
         if self.environment.web_ui is not None:
             self.environment.web_ui.stop()
@@ -138,7 +154,8 @@ class Leader:
         self._runner.start(num_users, spawn_rate=num_users, user_classes=classes)
         reason = self._await_end(everybody, [load for load in loads.values() if load is not None], tick)
         self._runner.stop()
-        self._wait(lambda: len(self._clients()) >= number or self._lost() is not None, _CONNECT_S)
+        if reason is None or self._interrupted is None:  # the nodes get ready for the next stage
+            self._wait(lambda: len(self._clients()) >= number or self._lost() is not None, _CONNECT_S)
         return reason
 
     def halt(self) -> None:
@@ -155,7 +172,7 @@ class Leader:
             gevent.sleep(_POLL_S)
             tick()
             if reason is None:
-                reason = self._lost() or self._gave_up() or self._stopped()
+                reason = self._interrupted or self._lost() or self._gave_up() or self._stopped()
                 if reason is not None:
                     self.halt()
                     deadline = min(deadline, time.monotonic() + _GRACE_S)
@@ -252,6 +269,8 @@ class Leader:
     def _wait(self, condition: Callable[[], bool], limit_s: float) -> bool:
         deadline = time.monotonic() + limit_s
         while not condition():
+            if self._interrupted is not None:
+                raise KeyboardInterrupt
             if time.monotonic() > deadline:
                 return False
             gevent.sleep(_POLL_S)

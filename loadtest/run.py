@@ -153,9 +153,6 @@ def _stage(
 
     try:
         return leader.run_stage(index, llm_load, policy_load, tick=tick)
-    except KeyboardInterrupt:
-        leader.halt()
-        return "stopped by Ctrl-C"
     finally:
         watcher.end()
 

@@ -148,14 +148,22 @@ def test_a_server_that_is_killed_ends_in_a_report_of_failures(tmp_path: Path) ->
     assert "Ended before its time" in (output / "report.html").read_text()
 
 
-def test_ctrl_c_ends_a_run_with_its_report(llm: FakeLlmServer, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("number", "code", "reason"),
+    [(signal.SIGINT, 130, "stopped by Ctrl-C"), (signal.SIGTERM, 143, "stopped by SIGTERM")],
+)
+def test_a_stop_ends_a_run_with_its_report(
+    llm: FakeLlmServer, tmp_path: Path, number: signal.Signals, code: int, reason: str
+) -> None:
     process = start("llm", llm.url, "--output", str(tmp_path), "--duration", "600", "--warmup", "0", "--no-ceiling")
     while len(llm.requests) < 10:
         time.sleep(0.05)
-    process.send_signal(signal.SIGINT)
+    process.send_signal(number)
     out, told = process.communicate(timeout=60)
-    assert process.returncode == 130, out + told
-    assert read_summary(tmp_path).stopped_early == "stopped by Ctrl-C"
+    assert process.returncode == code, out + told
+    summary = read_summary(tmp_path)
+    assert summary.stopped_early == reason
+    assert summary.figures.num_failed == 0  # what was in flight has finished
     assert "Traceback" not in told
 
 
