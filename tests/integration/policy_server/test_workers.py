@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,14 @@ from served_policies import RunningPolicyServer, running_policy_server, write_po
 from policy_server.supervisor import pass_on
 
 BODY = json.dumps({"observation": [1, 1, 1]})
+
+
+@pytest.fixture(autouse=True)
+def hangups_are_heard() -> Iterator[None]:
+    """Whoever runs the tests under nohup has processes inherit that a hangup is ignored; the servers respect that."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
 
 
 def live_everywhere(server: RunningPolicyServer, version: int, *, num_asked: int = 30) -> bool:

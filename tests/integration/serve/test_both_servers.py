@@ -63,6 +63,14 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.fixture(autouse=True)
+def hangups_are_heard() -> Iterator[None]:
+    """Whoever runs the tests under nohup has processes inherit that a hangup is ignored; the servers respect that."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
+
+
 @contextmanager
 def running(folder: Path, *options: str, ready: bool = True) -> Iterator[subprocess.Popen[str]]:
     process = subprocess.Popen(
