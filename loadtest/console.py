@@ -11,7 +11,7 @@ from rich.table import Table
 
 from loadtest.compare import Comparison
 from loadtest.figures import Figures
-from loadtest.records import RequestRecord
+from loadtest.leader import News
 from loadtest.summary import Summary
 
 
@@ -46,14 +46,15 @@ class ConsoleWatcher:
         self._task = self._bar.add_task(title, total=duration_s, shown="")
         self._bar.start()
 
-    def progress(self, done_s: float, records: Sequence[RequestRecord]) -> None:
+    def progress(self, done_s: float, news: Sequence[News]) -> None:
         """See ``run.Watcher``."""
         if self._bar is None or self._task is None:
             return
-        self._failed += sum(record.error is not None for record in records)
-        latencies = [record.latency_ms for record in records if record.latency_ms is not None]
-        if latencies:
-            shown = f"{len(records)} answers, p50 {np.median(latencies):.3g} ms, {self._failed} failed"
+        self._failed += sum(item.num_failed for item in news)
+        medians = [item.p50_ms for item in news if item.p50_ms is not None]
+        if medians:
+            number = sum(item.num_ok for item in news)
+            shown = f"{number} answers, p50 {np.median(medians):.3g} ms, {self._failed} failed"
             self._bar.update(self._task, completed=done_s, shown=shown)
         else:
             self._bar.update(self._task, completed=done_s)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Protocol
 
 import gevent
 from gevent.event import Event
@@ -325,8 +325,3 @@ def with_load(load: LoadSettings, value: float) -> LoadSettings:
     if load.mode == "closed":
         return replace(load, users=round(value), shape="steady")
     return replace(load, rate_per_s=value, shape="steady")
-
-
-def as_tuple(record: RequestRecord) -> tuple[Any, ...]:
-    """A record as it travels between processes."""
-    return tuple(getattr(record, name) for name in RequestRecord.__slots__)

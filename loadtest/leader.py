@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
@@ -23,7 +24,6 @@ from loadtest.errors import UsageError
 from loadtest.generator import Share
 from loadtest.node import HALT, OVER, READY, RECORDS, STAGE, LlmUser, PolicyUser, StageOrder
 from loadtest.plan import Plan
-from loadtest.records import RequestRecord
 from loadtest.settings import LoadSettings
 from loadtest.targets import LlmTarget, PolicyTarget
 
@@ -38,6 +38,23 @@ _GRACE_S = 15.0
 _STOPS = {signal.SIGINT: "stopped by Ctrl-C", signal.SIGTERM: "stopped by SIGTERM"}
 
 
+@dataclass(frozen=True, kw_only=True)
+class News:
+    """What a generator process has done since it told last.
+
+    Attributes:
+        lines: The records, as they lie in the file. Looking into them waits until nothing is measured any more.
+        num_ok: How many were answered.
+        num_failed: How many were not.
+        p50_ms: Median of their latencies, if any was answered.
+    """
+
+    lines: bytes
+    num_ok: int
+    num_failed: int
+    p50_ms: float | None
+
+
 class Leader:
     """Runs stages on all generator processes. A context manager: leaving it ends them.
 
@@ -45,7 +62,7 @@ class Leader:
         plan: The load test.
         llm: The language model, if it is loaded.
         policy: The policy, if it is loaded.
-        on_records: Gets records as they come in.
+        on_records: Gets what comes in.
         on_wait: Told what is waited for, for people.
     """
 
@@ -55,7 +72,7 @@ class Leader:
         llm: LlmTarget | None,
         policy: PolicyTarget | None,
         *,
-        on_records: Callable[[list[RequestRecord]], None],
+        on_records: Callable[[News], None],
         on_wait: Callable[[str], None],
     ) -> None:
         self._plan = plan
@@ -207,13 +224,12 @@ class Leader:
         self._over.add((msg.data["process"], msg.data["stage"]))
 
     def _take_records(self, environment: Environment, msg: Any, **_: Any) -> None:
-        records = [RequestRecord(*row) for row in msg.data["rows"]]
-        successes = sum(record.error is None for record in records)
-        if successes:
+        news = News(**msg.data)
+        if news.num_ok:
             self._last_success, self._failures_since = time.monotonic(), 0
         else:
-            self._failures_since += len(records)
-        self._on_records(records)
+            self._failures_since += news.num_failed
+        self._on_records(news)
 
     # Processes.
 

@@ -8,13 +8,14 @@ message                 from      says
 ``loadtest_stage``      leader    what to send next (``StageOrder``); users start afterwards
 ``loadtest_ready``      node      the stage is prepared
 ``loadtest_halt``       leader    send nothing more
-``loadtest_records``    node      records, as tuples in the order of their fields
+``loadtest_records``    node      records, as lines of the file, and what to show of them meanwhile
 ``loadtest_over``       node      everything of the stage was sent and answered
 ======================  ========  ===========================================================
 """
 
 from __future__ import annotations
 
+import statistics
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -26,7 +27,8 @@ from locust.env import Environment
 from locust.exception import StopUser
 from pydantic import TypeAdapter
 
-from loadtest.generator import Lane, Share, as_tuple, llm_lane, policy_lane
+from loadtest.generator import Lane, Share, llm_lane, policy_lane
+from loadtest.record_file import as_lines
 from loadtest.records import RequestRecord
 from loadtest.settings import LoadSettings
 from loadtest.targets import LlmTarget, PolicyTarget
@@ -126,7 +128,14 @@ class Node:
         over = self._begun and not self._over and all(lane.is_over for lane in self.lanes.values())
         if self._records:
             records, self._records = self._records, []
-            self._runner.send_message(RECORDS, {"rows": [as_tuple(record) for record in records]})
+            latencies = [record.latency_ms for record in records if record.latency_ms is not None]
+            news = {
+                "lines": as_lines(records),
+                "num_ok": sum(record.error is None for record in records),
+                "num_failed": sum(record.error is not None for record in records),
+                "p50_ms": statistics.median_low(latencies) if latencies else None,
+            }
+            self._runner.send_message(RECORDS, news)
         if over and self._order is not None:
             self._over = True
             self._runner.send_message(OVER, {"process": self._order.share.process, "stage": self._order.share.stage})

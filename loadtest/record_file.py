@@ -53,8 +53,16 @@ class RecordWriter:
 
     def write(self, records: Iterable[RequestRecord]) -> None:
         """Appends records; they are on their way to the disk when this returns."""
-        self._file.writelines(orjson.dumps(record) + b"\n" for record in records)
+        self.write_lines(as_lines(records))
+
+    def write_lines(self, lines: bytes) -> None:
+        """Appends records that are lines already."""
+        self._file.write(lines)
         self._file.flush()
+
+    def read(self) -> list[RequestRecord]:
+        """What was written so far."""
+        return list(_read_lines(self._folder / JSONL_FILE))
 
     def close(self) -> Path:
         """Ends the file; its path."""
@@ -77,6 +85,11 @@ class RecordWriter:
     ) -> None:
         if not self._file.closed:
             self.close()
+
+
+def as_lines(records: Iterable[RequestRecord]) -> bytes:
+    """Records as they lie in the file, and as they travel between processes."""
+    return b"".join(orjson.dumps(record, option=orjson.OPT_APPEND_NEWLINE) for record in records)
 
 
 def read_records(folder: Path) -> list[RequestRecord]:

@@ -15,7 +15,7 @@ from loadtest.ceiling import measure_ceiling
 from loadtest.errors import UsageError
 from loadtest.figures import Figures, Stats, compute_figures
 from loadtest.generator import with_load
-from loadtest.leader import Leader
+from loadtest.leader import Leader, News
 from loadtest.plan import Plan
 from loadtest.record_file import RecordWriter, write_whole
 from loadtest.records import RequestRecord
@@ -41,8 +41,8 @@ class Watcher(Protocol):
         """A stage begins."""
         ...
 
-    def progress(self, done_s: float, records: Sequence[RequestRecord]) -> None:
-        """How far it is, and the records since the last call."""
+    def progress(self, done_s: float, news: Sequence[News]) -> None:
+        """How far it is, and what has come since the last call."""
         ...
 
     def end(self) -> None:
@@ -52,16 +52,14 @@ class Watcher(Protocol):
 
 @dataclass
 class _Gathered:
-    """Records on their way: to the file, to the watcher and to the figures."""
+    """Records on their way to the file, and what the watcher has not heard of yet."""
 
     writer: RecordWriter
-    all: list[RequestRecord] = field(default_factory=list[RequestRecord])
-    fresh: list[RequestRecord] = field(default_factory=list[RequestRecord])
+    fresh: list[News] = field(default_factory=list[News])
 
-    def take(self, records: list[RequestRecord]) -> None:
-        self.writer.write(records)
-        self.all += records
-        self.fresh += records
+    def take(self, news: News) -> None:
+        self.writer.write_lines(news.lines)
+        self.fresh.append(news)
 
 
 def run_load_test(plan: Plan, watcher: Watcher) -> Summary:
@@ -99,12 +97,13 @@ def run_load_test(plan: Plan, watcher: Watcher) -> Summary:
                     )
             finally:
                 scraping.kill()
-    summary = _summarise(plan, gathered.all, stages, best, early, ceilings)
+        records = writer.read()
+    summary = _summarise(plan, records, stages, best, early, ceilings)
     summary.started_at = started.isoformat(timespec="seconds")
     for scraper in scrapers:
         summary.server |= scraper.summary()
     write_whole(plan.output / SUMMARY_FILE, summary.model_dump_json(indent=2) + "\n")
-    write_report(plan.output, summary, gathered.all)
+    write_report(plan.output, summary, records)
     return summary
 
 
@@ -177,7 +176,7 @@ def _sweep(
         loaded = with_load(load, value)
         llm_load, policy_load = (loaded, None) if plan.llm is not None else (None, loaded)
         early = _stage(plan, leader, gathered, watcher, index, llm_load, policy_load)
-        figures = _figures(plan, [record for record in gathered.all if record.stage == index])
+        figures = _figures(plan, [record for record in gathered.writer.read() if record.stage == index])
         holds = early is None and all(slo.check(figures).holds for slo in plan.slos)
         sweep.observe(value, holds=holds)
         stages.append(Stage(load=value, holds=holds, figures=figures))
