@@ -32,6 +32,7 @@ logger = logging.getLogger(__name__)
 _POLL_S = 0.05
 _CONNECT_S = 60.0
 _JOIN_S = 600.0
+_ASK_AGAIN_S = 1.0
 _GIVE_UP_S = 10.0
 """A run ends when for so long requests have failed and none has succeeded."""
 _GRACE_S = 15.0
@@ -147,6 +148,7 @@ class Leader:
         """
         number = self._plan.num_generators
         loads = {LlmUser: llm_load, PolicyUser: policy_load}
+        orders: dict[int, tuple[str, str]] = {}
         for process, client in enumerate(self._clients()):
             order = StageOrder(
                 share=Share(process=process, num_processes=number, stage=stage),
@@ -156,9 +158,9 @@ class Leader:
                 policy_load=policy_load,
                 events=self._plan.web_port is not None,
             )
-            self._runner.send_message(STAGE, order.to_json(), client)
+            orders[process] = (order.to_json(), client)
         everybody = {(process, stage) for process in range(number)}
-        if not self._wait(lambda: everybody <= self._ready, _CONNECT_S):
+        if not self._prepare(stage, orders):
             return "a generator process did not answer"
         num_users = 0
         classes: list[type[LlmUser] | type[PolicyUser]] = []
@@ -174,6 +176,18 @@ class Leader:
         if reason is None or self._interrupted is None:  # the nodes get ready for the next stage
             self._wait(lambda: len(self._clients()) >= number or self._lost() is not None, _CONNECT_S)
         return reason
+
+    def _prepare(self, stage: int, orders: dict[int, tuple[str, str]]) -> bool:
+        """Tells each node what to send. Again and again: one that has just joined may not listen yet."""
+        deadline = time.monotonic() + _CONNECT_S
+        while time.monotonic() < deadline and self._lost() is None:
+            missing = [process for process in orders if (process, stage) not in self._ready]
+            if not missing:
+                return True
+            for process in missing:
+                self._runner.send_message(STAGE, *orders[process])
+            self._wait(lambda: all((process, stage) in self._ready for process in orders), _ASK_AGAIN_S)
+        return False
 
     def halt(self) -> None:
         """Sends nothing more; ``run_stage`` returns when what is in flight has ended."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 
@@ -25,6 +26,7 @@ def join_run(host: str, port: int, *, lifeline: bool = False) -> int:
         The exit code.
     """
     log.setup_logging("WARNING")
+    logging.getLogger("locust.runners").addFilter(_is_no_early_order)
     environment = Environment(user_classes=[LlmUser, PolicyUser])
     try:
         runner = environment.create_worker_runner(host, port)
@@ -37,6 +39,11 @@ def join_run(host: str, port: int, *, lifeline: bool = False) -> int:
     runner.greenlet.join()
     node.flush()
     return 0
+
+
+def _is_no_early_order(record: logging.LogRecord) -> bool:
+    """An order that comes before this process listens is given again; locust warns of it."""
+    return "Unknown message type received: loadtest_" not in record.getMessage()
 
 
 def _end_with_the_leader() -> None:
