@@ -13,9 +13,11 @@ from collections.abc import Callable
 from typing import Any
 from urllib.parse import urlsplit
 
-import gevent
 import httptools  # pyright: ignore[reportMissingTypeStubs]
 from gevent import socket
+
+from loadtest.bare_socket import BareSocket
+from loadtest.deadline import Deadline, DeadlineExceededError
 
 OnBody = Callable[[bytes, float], None]
 """A piece of the body, and when it was read from the socket, by ``time.perf_counter()``."""
@@ -58,6 +60,7 @@ class HttpConnection:
         )
         self._socket: Any = None
         self._buffer = bytearray(_READ_BYTES)
+        self._deadline = Deadline(timeout_s)
         self._heads: dict[tuple[str, str, str], str] = {}
 
     def request(self, method: str, path: str, body: bytes, on_body: OnBody, *, kind: str = "application/json") -> int:
@@ -83,7 +86,7 @@ class HttpConnection:
         message = f"{head}{len(body)}\r\n\r\n".encode() + body
         kept = self._socket is not None
         try:
-            with gevent.Timeout(self._timeout_s):
+            with self._deadline:
                 try:
                     return self._exchange(message, on_body)
                 except _ClosedEarlyError:
@@ -93,7 +96,7 @@ class HttpConnection:
                             "cut_off", "the server closed the connection without an answer"
                         ) from None
                     return self._exchange(message, on_body)
-        except gevent.Timeout:
+        except DeadlineExceededError:
             self.close()
             raise RequestFailedError("timeout", f"no whole answer within {self._timeout_s:g} s") from None
         except _ClosedEarlyError:
@@ -108,6 +111,8 @@ class HttpConnection:
     def connect(self) -> Any:
         """The connected socket, for what speaks another protocol after HTTP's; closed by ``close``.
 
+        It has ``sendall`` and ``recv_into``.
+
         Raises:
             RequestFailedError: The server does not accept.
         """
@@ -115,12 +120,12 @@ class HttpConnection:
             try:
                 plain = socket.create_connection(self._address, timeout=_CONNECT_TIMEOUT_S)
                 plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                plain.settimeout(None)
-                self._socket = (
-                    ssl.create_default_context().wrap_socket(plain, server_hostname=self._address[0])
-                    if self._tls
-                    else plain
-                )
+                if self._tls:
+                    plain.settimeout(None)
+                    context = ssl.create_default_context()
+                    self._socket = context.wrap_socket(plain, server_hostname=self._address[0])
+                else:
+                    self._socket = BareSocket(plain)
             except OSError as error:
                 host, port = self._address
                 raise RequestFailedError("connection", f"{host}:{port}: {error.strerror or error}") from None

@@ -19,7 +19,7 @@ from websockets.http11 import Response
 from websockets.protocol import State
 from websockets.uri import parse_uri
 
-import gevent  # isort: skip
+from loadtest.deadline import Deadline, DeadlineExceededError
 from loadtest.http_connection import HttpConnection, RequestFailedError
 from loadtest.records import RequestRecord
 from loadtest.settings import PolicySettings
@@ -47,6 +47,7 @@ class PolicyClient:
             headers = (*headers, ("Authorization", f"Bearer {settings.api_key}"))
         self._settings = settings
         self._timeout_s = timeout_s
+        self._deadline = Deadline(timeout_s)
         self._connection = HttpConnection(settings.url, timeout_s=timeout_s, headers=headers)
         self._headers = headers
         self._socket: _WebSocket | None = None
@@ -98,11 +99,11 @@ class PolicyClient:
 
     def _send_frame(self, message: EncodedObservation, record: RequestRecord) -> None:
         try:
-            with gevent.Timeout(self._timeout_s):
+            with self._deadline:
                 if self._socket is None:
                     self._socket = _WebSocket(self._connection, self._settings.url, message.path, self._headers)
                 answer = self._socket.ask(message.body)
-        except gevent.Timeout:
+        except DeadlineExceededError:
             self.close()
             raise RequestFailedError("timeout", f"no answer within {self._timeout_s:g} s") from None
         except RequestFailedError:
@@ -188,6 +189,7 @@ class _WebSocket:
     def __init__(self, connection: HttpConnection, url: str, path: str, headers: Sequence[tuple[str, str]]) -> None:
         self._socket = connection.connect()
         self._protocol = ClientProtocol(parse_uri(url.replace("http", "ws", 1) + path), max_size=None)
+        self._buffer = bytearray(_READ_BYTES)
         self._frames: list[bytes] = []
         request = self._protocol.connect()
         for name, value in headers:
@@ -224,11 +226,11 @@ class _WebSocket:
 
     def _read(self) -> None:
         try:
-            data = self._socket.recv(_READ_BYTES)
+            number = self._socket.recv_into(self._buffer)
         except OSError as error:
             raise RequestFailedError("cut_off", f"the server closed the WebSocket: {error.strerror or error}") from None
-        if data:
-            self._protocol.receive_data(data)
+        if number:
+            self._protocol.receive_data(memoryview(self._buffer)[:number])
         else:
             self._protocol.receive_eof()
         for event in self._protocol.events_received():
