@@ -1,8 +1,8 @@
 """The operating system's socket under gevent, without what gevent's own asks of it a second time.
 
-gevent's socket reads before it waits, asks for the send buffer's size before each ``sendall``, and makes a timer for
-each wait. A closed loop knows better: after a request nothing can have come yet. What is saved is a third of what a
-request costs the generator, and with few connections that cost stands in the latency.
+gevent's socket reads before it waits and asks for the size of the send buffer before it sends. A client knows better:
+right after a request nothing can have come yet. Where few connections wait for one another's answers, what a request
+costs the client stands in the latency.
 """
 
 from __future__ import annotations

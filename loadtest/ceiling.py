@@ -1,12 +1,13 @@
 """How much the generator can send at all: the same requests against a server that does nothing.
 
-What a run shows near this ceiling is the generator's doing. The no-op server runs on the generator's machine and takes
-a part of its cores, as a server under test there does too.
+What a run shows near this ceiling is the generator's doing. A closed loop is measured with its own number of users: one
+user alone, who waits for each answer, is far from what many reach together. The no-op server runs on the generator's
+machine and takes a part of its cores, as a server under test there does too.
 """
 
 from __future__ import annotations
 
-import argparse
+import math
 import os
 import subprocess
 import sys
@@ -24,38 +25,52 @@ from loadtest.records import RequestRecord
 from loadtest.settings import LoadSettings
 from loadtest.targets import LlmTarget, PolicyTarget
 
-_USERS = 32
+_ENOUGH_USERS = 32
+"""As many as keep a generator process busy all the time."""
+_MOST_USERS = 256
+"""More of them do not send more."""
 _WARM_S = 0.5
 _MEASURE_S = 2.0
 _START_S = 30.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Target:
+class _Order:
+    users: int
+    seconds: float
     llm: LlmTarget | None = None
     policy: PolicyTarget | None = None
 
 
-_TARGET = TypeAdapter(_Target)
+_ORDER = TypeAdapter(_Order)
 
 
-def measure_ceiling(target: LlmTarget | PolicyTarget, *, num_processes: int, seconds: float = _MEASURE_S) -> float:
+def measure_ceiling(
+    target: LlmTarget | PolicyTarget, *, num_processes: int, users: int | None = None, seconds: float = _MEASURE_S
+) -> float:
     """Requests a second that so many generator processes reach against a server that does nothing.
 
     Args:
-        target: Gives protocol and payload.
+        target: Gives protocol and payload. A control rate does not count: the ceiling is what could be sent.
         num_processes: Generator processes; more than there are cores are measured at that many and scaled.
+        users: Users of all processes together who ask again as soon as they are answered; None for as many as keep
+            each process busy.
         seconds: How long to measure.
     """
+    if users is None:
+        users = _ENOUGH_USERS * num_processes
+    num_processes = min(num_processes, users)  # the others have nobody who asks
     num_chunks = target.settings.output_tokens.mean if isinstance(target, LlmTarget) else 1
     num_measured = min(num_processes, os.cpu_count() or 1)
     with _noop_server(num_chunks) as url:
+        order = _Order(users=min(math.ceil(users / num_processes), _MOST_USERS), seconds=seconds)
         if isinstance(target, LlmTarget):
-            moved = _Target(llm=replace(target, settings=replace(target.settings, url=url)))
+            order = replace(order, llm=replace(target, settings=replace(target.settings, url=url)))
         else:
-            moved = _Target(policy=replace(target, settings=replace(target.settings, url=url)))
-        content = _TARGET.dump_json(moved)
-        processes = [_start("loadtest.ceiling", "--seconds", str(seconds)) for _ in range(num_measured)]
+            settings = replace(target.settings, url=url, control_hz=None)
+            order = replace(order, policy=replace(target, settings=settings))
+        content = _ORDER.dump_json(order)
+        processes = [_start("loadtest.ceiling") for _ in range(num_measured)]
         for process in processes:
             assert process.stdin is not None
             process.stdin.write(content + b"\n")
@@ -64,7 +79,7 @@ def measure_ceiling(target: LlmTarget | PolicyTarget, *, num_processes: int, sec
     return sum(counts) * num_processes / num_measured
 
 
-def _measure(target: _Target, seconds: float) -> float:
+def _measure(order: _Order) -> float:
     """Requests a second of this process."""
     times: list[float] = []
     failures: list[RequestRecord] = []
@@ -74,21 +89,21 @@ def _measure(target: _Target, seconds: float) -> float:
         if record.error is not None:
             failures.append(record)
 
-    load = LoadSettings(users=_USERS, duration_s=_WARM_S + seconds + 1, warmup_s=0)
+    load = LoadSettings(users=order.users, duration_s=_WARM_S + order.seconds + 1, warmup_s=0)
     share = Share()
     lane: Lane
-    if target.llm is not None:
-        lane = llm_lane(target.llm, load, share, emit)
+    if order.llm is not None:
+        lane = llm_lane(order.llm, load, share, emit)
     else:
-        assert target.policy is not None
-        lane = policy_lane(target.policy, load, share, emit)
+        assert order.policy is not None
+        lane = policy_lane(order.policy, load, share, emit)
     lane.begin()
     users = Group()
-    for _ in range(_USERS):
+    for _ in range(order.users):
         users.spawn(lane.user)
     gevent.sleep(_WARM_S)
     began, first = time.perf_counter(), len(times)
-    gevent.sleep(seconds)
+    gevent.sleep(order.seconds)
     number, took = len(times) - first, time.perf_counter() - began
     lane.halt()
     users.join()
@@ -128,12 +143,8 @@ def _read(process: subprocess.Popen[bytes]) -> str:
 
 
 def main() -> None:
-    """One measuring process: takes its target on standard input, prints requests a second."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--seconds", type=float, required=True)
-    arguments = parser.parse_args()
-    target = _TARGET.validate_json(sys.stdin.readline())
-    sys.stdout.write(f"{_measure(target, arguments.seconds)}\n")
+    """One measuring process: takes its order on standard input, prints requests a second."""
+    sys.stdout.write(f"{_measure(_ORDER.validate_json(sys.stdin.readline()))}\n")
 
 
 if __name__ == "__main__":

@@ -260,7 +260,7 @@ def _notes(summary: Summary) -> list[str]:
         notes.append(
             f"The generator ran at {100 * (generator.share or 0):.0f} % of its own ceiling "
             f"({generator.ceiling_per_s:.0f} requests/s; from {100 * NEAR_CEILING:.0f} % on the figures may be its own "
-            "and not the server's): give it more --processes, or another machine."
+            "and not the server's): give it more --processes where it has more users, or another machine."
         )
     if generator.num_not_sent:
         notes.append(
@@ -283,9 +283,18 @@ def _ceilings(plan: Plan, llm: LlmTarget | None, policy: PolicyTarget | None, wa
     found: dict[str, float] = {}
     for name, target in (("llm", llm), ("policy", policy)):
         if target is not None:
-            found[name] = measure_ceiling(target, num_processes=plan.num_generators)
+            found[name] = measure_ceiling(target, num_processes=plan.num_generators, users=_users_of(plan, name))
             watcher.say(f"the generator's ceiling: {found[name]:,.0f} requests/s with {plan.num_generators} processes")
     return found
+
+
+def _users_of(plan: Plan, name: str) -> int | None:
+    """Users who wait for their answers all the time; None where the load says another number than that."""
+    load = plan.llm_load if name == "llm" else plan.policy_load
+    paced = name == "policy" and plan.policy is not None and plan.policy.control_hz is not None
+    if load is None or load.mode == "open" or plan.sweep is not None or paced:
+        return None
+    return load.most_users
 
 
 def _scrapers(plan: Plan) -> list[Scraper]:

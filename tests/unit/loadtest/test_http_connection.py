@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import random
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -96,6 +98,39 @@ def test_silence_ends_in_a_timeout() -> None:
         assert failed.value.kind == "timeout"
         released.set()
         assert get(connection) == (200, b"hi")
+
+
+def test_a_body_that_does_not_fit_into_the_socket_is_sent_whole() -> None:
+    body = random.Random(0).randbytes(16 << 20)
+    heard = bytearray()
+
+    def read_to_the_end(connection: socket.socket) -> None:
+        while not heard.endswith(body[-1024:]):
+            heard.extend(connection.recv(1 << 16))
+        connection.sendall(OK)
+
+    with raw_server(read_to_the_end) as url:
+        connection = HttpConnection(url, timeout_s=30)
+        assert connection.request("POST", "/", body, lambda *_: None) == 200
+    assert len(heard) > 15 << 20
+    assert body.endswith(heard)
+
+
+def test_a_server_that_reads_nothing_ends_in_a_timeout() -> None:
+    released = threading.Event()
+    with raw_server(lambda _: released.wait(30) and None) as url:
+        with pytest.raises(RequestFailedError, match=r"no whole answer within 0\.3 s"):
+            HttpConnection(url, timeout_s=0.3).request("POST", "/", bytes(64 << 20), lambda *_: None)
+        released.set()
+
+
+def test_the_time_limit_counts_from_each_request() -> None:
+    with fake_llm_server() as server:
+        connection = HttpConnection(server.url, timeout_s=0.5)
+        began = time.monotonic()
+        while time.monotonic() - began < 1.2:
+            assert get(connection)[0] == 200
+        assert server.num_connections == 1
 
 
 def test_nobody_listens() -> None:
