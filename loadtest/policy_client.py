@@ -230,7 +230,7 @@ class _WebSocket:
         except OSError as error:
             raise RequestFailedError("cut_off", f"the server closed the WebSocket: {error.strerror or error}") from None
         if number:
-            self._protocol.receive_data(memoryview(self._buffer)[:number])
+            self._protocol.receive_data(bytes(self._buffer[:number]))
         else:
             self._protocol.receive_eof()
         for event in self._protocol.events_received():
