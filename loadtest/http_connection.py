@@ -168,6 +168,7 @@ class HttpConnection:
             raise RequestFailedError("cut_off", "the server closed the connection in the middle of its answer")
         if not answer.keep_alive:
             self.close()
+        answer.parser = None  # they know each other: left so, each request would be work for the garbage collector
         return int(parser.get_status_code())
 
 

@@ -15,6 +15,7 @@ message                 from      says
 
 from __future__ import annotations
 
+import gc
 import statistics
 import weakref
 from collections.abc import Callable
@@ -28,7 +29,7 @@ from locust.exception import StopUser
 from pydantic import TypeAdapter
 
 from loadtest.generator import Lane, Share, llm_lane, policy_lane
-from loadtest.record_file import as_lines
+from loadtest.record_file import as_line
 from loadtest.records import RequestRecord
 from loadtest.settings import LoadSettings
 from loadtest.targets import LlmTarget, PolicyTarget
@@ -76,7 +77,7 @@ class Node:
         self._environment = environment
         self._runner: Any = environment.runner
         self._order: StageOrder | None = None
-        self._records: list[RequestRecord] = []
+        self._news = _Gathered()
         self._begun = False
         self._over = True
         self.lanes: dict[str, Lane] = {}
@@ -88,6 +89,9 @@ class Node:
     def begin(self) -> None:
         """The first user has started."""
         if not self._begun:
+            # What is there by now stays: a collection that goes through all of it would hold up every user.
+            gc.collect()
+            gc.freeze()
             self._begun, self._over = True, False
             for lane in self.lanes.values():
                 lane.begin()
@@ -106,7 +110,7 @@ class Node:
             lane.halt()
 
     def _emit(self, record: RequestRecord) -> None:
-        self._records.append(record)
+        self._news.add(record)
         if self._order is not None and self._order.events:
             failed = record.error is not None
             self._environment.events.request.fire(
@@ -126,19 +130,39 @@ class Node:
     def flush(self) -> None:
         """Sends what has gathered, and that the stage is over once it is."""
         over = self._begun and not self._over and all(lane.is_over for lane in self.lanes.values())
-        if self._records:
-            records, self._records = self._records, []
-            latencies = [record.latency_ms for record in records if record.latency_ms is not None]
-            news = {
-                "lines": as_lines(records),
-                "num_ok": sum(record.error is None for record in records),
-                "num_failed": sum(record.error is not None for record in records),
-                "p50_ms": statistics.median_low(latencies) if latencies else None,
-            }
-            self._runner.send_message(RECORDS, news)
+        if self._news.num_ok or self._news.num_failed:
+            gathered, self._news = self._news, _Gathered()
+            self._runner.send_message(RECORDS, gathered.to_message())
         if over and self._order is not None:
             self._over = True
             self._runner.send_message(OVER, {"process": self._order.share.process, "stage": self._order.share.stage})
+
+
+class _Gathered:
+    """Records since the last message. Each becomes a line at once: all of them together would hold up every user."""
+
+    def __init__(self) -> None:
+        self.num_ok = 0
+        self.num_failed = 0
+        self._lines: list[bytes] = []
+        self._latencies: list[float] = []
+
+    def add(self, record: RequestRecord) -> None:
+        self._lines.append(as_line(record))
+        if record.error is None:
+            self.num_ok += 1
+        else:
+            self.num_failed += 1
+        if record.latency_ms is not None:
+            self._latencies.append(record.latency_ms)
+
+    def to_message(self) -> dict[str, Any]:
+        return {
+            "lines": b"".join(self._lines),
+            "num_ok": self.num_ok,
+            "num_failed": self.num_failed,
+            "p50_ms": statistics.median_low(self._latencies) if self._latencies else None,
+        }
 
 
 _NODES: weakref.WeakKeyDictionary[Environment, Node] = weakref.WeakKeyDictionary()

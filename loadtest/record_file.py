@@ -89,7 +89,12 @@ class RecordWriter:
 
 def as_lines(records: Iterable[RequestRecord]) -> bytes:
     """Records as they lie in the file, and as they travel between processes."""
-    return b"".join(orjson.dumps(record, option=orjson.OPT_APPEND_NEWLINE) for record in records)
+    return b"".join(map(as_line, records))
+
+
+def as_line(record: RequestRecord) -> bytes:
+    """One record, its line's end included."""
+    return orjson.dumps(record, option=orjson.OPT_APPEND_NEWLINE)
 
 
 def read_records(folder: Path) -> list[RequestRecord]:
