@@ -38,9 +38,12 @@ def test_auto_classes_find_the_family_in_a_saved_folder(moe: bool, tmp_path) -> 
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
     assert type(loaded) is type(model)
     tokens = torch.tensor([TOKENS])
-    assert torch.equal(loaded(tokens).logits, model(tokens).logits)
+    # The weights are the same; sums over them may differ in the last bits, as read weights lie elsewhere in memory.
+    for name, weight in model.state_dict().items():
+        assert torch.equal(loaded.state_dict()[name], weight), name
+    torch.testing.assert_close(loaded(tokens).logits, model(tokens).logits)
     hidden = AutoModel.from_pretrained(tmp_path)(tokens).last_hidden_state
-    assert torch.equal(hidden, model.model(tokens).last_hidden_state)
+    torch.testing.assert_close(hidden, model.model(tokens).last_hidden_state)
 
 
 @pytest.mark.parametrize("variant", ["headwise", "g2_elementwise", "g3", "g5", "constant", "top_k"])
