@@ -57,13 +57,11 @@ def measure_ceiling(
             each process busy.
         seconds: How long to measure.
     """
-    if users is None:
-        users = _ENOUGH_USERS * num_processes
-    num_processes = min(num_processes, users)  # the others have nobody who asks
+    num_processes, users_each = spread(users, num_processes)
     num_chunks = target.settings.output_tokens.mean if isinstance(target, LlmTarget) else 1
     num_measured = min(num_processes, os.cpu_count() or 1)
     with _noop_server(num_chunks) as url:
-        order = _Order(users=min(math.ceil(users / num_processes), _MOST_USERS), seconds=seconds)
+        order = _Order(users=users_each, seconds=seconds)
         if isinstance(target, LlmTarget):
             order = replace(order, llm=replace(target, settings=replace(target.settings, url=url)))
         else:
@@ -77,6 +75,14 @@ def measure_ceiling(
             process.stdin.close()
         counts = [float(_read(process)) for process in processes]
     return sum(counts) * num_processes / num_measured
+
+
+def spread(users: int | None, num_processes: int) -> tuple[int, int]:
+    """How many processes have somebody who asks, and how many users each of them is measured with."""
+    if users is None:
+        return num_processes, _ENOUGH_USERS
+    num_processes = min(num_processes, users)
+    return num_processes, min(math.ceil(users / num_processes), _MOST_USERS)
 
 
 def _measure(order: _Order) -> float:

@@ -47,6 +47,9 @@ class HttpConnection:
         url: Of the server; only scheme, host and port count.
         timeout_s: For one whole request.
         headers: Sent with every request.
+
+    Attributes:
+        deadline: The time limit, for what speaks another protocol after HTTP's.
     """
 
     def __init__(self, url: str, *, timeout_s: float, headers: tuple[tuple[str, str], ...] = ()) -> None:
@@ -60,7 +63,7 @@ class HttpConnection:
         )
         self._socket: Any = None
         self._buffer = bytearray(_READ_BYTES)
-        self._deadline = Deadline(timeout_s)
+        self.deadline = Deadline(timeout_s)
         self._heads: dict[tuple[str, str, str], str] = {}
 
     def request(self, method: str, path: str, body: bytes, on_body: OnBody, *, kind: str = "application/json") -> int:
@@ -86,7 +89,7 @@ class HttpConnection:
         message = f"{head}{len(body)}\r\n\r\n".encode() + body
         kept = self._socket is not None
         try:
-            with self._deadline:
+            with self.deadline:
                 try:
                     return self._exchange(message, on_body)
                 except _ClosedEarlyError:

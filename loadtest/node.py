@@ -89,9 +89,6 @@ class Node:
     def begin(self) -> None:
         """The first user has started."""
         if not self._begun:
-            # What is there by now stays: a collection that goes through all of it would hold up every user.
-            gc.collect()
-            gc.freeze()
             self._begun, self._over = True, False
             for lane in self.lanes.values():
                 lane.begin()
@@ -103,6 +100,9 @@ class Node:
             self.lanes["llm"] = llm_lane(order.llm, order.llm_load, order.share, self._emit)
         if order.policy is not None and order.policy_load is not None:
             self.lanes["policy"] = policy_lane(order.policy, order.policy_load, order.share, self._emit)
+        # What is there by now stays: a collection that goes through all of it would hold up every user.
+        gc.collect()
+        gc.freeze()
         self._runner.send_message(READY, {"process": order.share.process, "stage": order.share.stage})
 
     def _halt(self, environment: Environment, msg: Any, **_: Any) -> None:

@@ -19,7 +19,7 @@ from websockets.http11 import Response
 from websockets.protocol import State
 from websockets.uri import parse_uri
 
-from loadtest.deadline import Deadline, DeadlineExceededError
+from loadtest.deadline import DeadlineExceededError
 from loadtest.http_connection import HttpConnection, RequestFailedError
 from loadtest.records import RequestRecord
 from loadtest.settings import PolicySettings
@@ -47,7 +47,6 @@ class PolicyClient:
             headers = (*headers, ("Authorization", f"Bearer {settings.api_key}"))
         self._settings = settings
         self._timeout_s = timeout_s
-        self._deadline = Deadline(timeout_s)
         self._connection = HttpConnection(settings.url, timeout_s=timeout_s, headers=headers)
         self._headers = headers
         self._socket: _WebSocket | None = None
@@ -99,7 +98,7 @@ class PolicyClient:
 
     def _send_frame(self, message: EncodedObservation, record: RequestRecord) -> None:
         try:
-            with self._deadline:
+            with self._connection.deadline:
                 if self._socket is None:
                     self._socket = _WebSocket(self._connection, self._settings.url, message.path, self._headers)
                 answer = self._socket.ask(message.body)
