@@ -20,7 +20,9 @@ import gevent
 from gevent.pool import Group
 from pydantic import TypeAdapter
 
+from loadtest.deferred import Deferred
 from loadtest.generator import Lane, Share, llm_lane, policy_lane
+from loadtest.record_file import as_line
 from loadtest.records import RequestRecord
 from loadtest.settings import LoadSettings
 from loadtest.targets import LlmTarget, PolicyTarget
@@ -90,11 +92,13 @@ def _measure(order: _Order) -> float:
     times: list[float] = []
     failures: list[RequestRecord] = []
 
-    def emit(record: RequestRecord) -> None:
+    def take(record: RequestRecord) -> None:
+        as_line(record)  # as in a run
         times.append(time.perf_counter())
         if record.error is not None:
             failures.append(record)
 
+    emit = Deferred(take)
     load = LoadSettings(users=order.users, duration_s=_WARM_S + order.seconds + 1, warmup_s=0)
     share = Share()
     lane: Lane
@@ -113,6 +117,7 @@ def _measure(order: _Order) -> float:
     number, took = len(times) - first, time.perf_counter() - began
     lane.halt()
     users.join()
+    emit.flush()
     if failures:
         raise RuntimeError(f"the no-op server did not answer: {failures[0].error}: {failures[0].message}")
     return number / took

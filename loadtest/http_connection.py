@@ -62,9 +62,10 @@ class HttpConnection:
             f"{name}: {value}\r\n" for name, value in headers
         )
         self._socket: Any = None
+        self._answers = _Answers()
         self._buffer = bytearray(_READ_BYTES)
         self.deadline = Deadline(timeout_s)
-        self._heads: dict[tuple[str, str, str], str] = {}
+        self._heads: dict[tuple[str, str, str], bytes] = {}
 
     def request(self, method: str, path: str, body: bytes, on_body: OnBody, *, kind: str = "application/json") -> int:
         """Sends a request and reads its answer.
@@ -84,9 +85,9 @@ class HttpConnection:
         """
         head = self._heads.get((method, path, kind))
         if head is None:
-            head = f"{method} {path} HTTP/1.1\r\n{self._common}Content-Type: {kind}\r\nContent-Length: "
+            head = f"{method} {path} HTTP/1.1\r\n{self._common}Content-Type: {kind}\r\nContent-Length: ".encode()
             self._heads[method, path, kind] = head
-        message = f"{head}{len(body)}\r\n\r\n".encode() + body
+        message = b"%b%d\r\n\r\n%b" % (head, len(body), body)
         kept = self._socket is not None
         try:
             with self.deadline:
@@ -120,6 +121,7 @@ class HttpConnection:
             RequestFailedError: The server does not accept.
         """
         if self._socket is None:
+            self._answers = _Answers()
             try:
                 plain = socket.create_connection(self._address, timeout=_CONNECT_TIMEOUT_S)
                 plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -142,19 +144,16 @@ class HttpConnection:
 
     def _exchange(self, message: bytes, on_body: OnBody) -> int:
         connected = self.connect()
-        answer = _Answer(on_body)
-        parser: Any = httptools.HttpResponseParser(answer)
-        answer.parser = parser
-        buffer, num_read = self._buffer, 0
+        answers, buffer, num_read = self._answers, self._buffer, 0
         try:
             connected.sendall(message)
-            while not answer.complete:
+            answers.expect(on_body)  # while it is on its way
+            while not answers.complete:
                 number = connected.recv_into(buffer)
                 if not number:
                     break
                 num_read += number
-                answer.read_at = time.perf_counter()
-                parser.feed_data(memoryview(buffer)[:number])
+                answers.feed(memoryview(buffer)[:number])
         except OSError as error:
             self.close()
             if not num_read:
@@ -162,43 +161,66 @@ class HttpConnection:
             raise RequestFailedError("cut_off", f"in mid-answer: {error.strerror or error}") from None
         except httptools.HttpParserError as error:
             raise RequestFailedError("bad_answer", f"not HTTP: {error}") from None
-        if not answer.complete:
+        if not answers.complete:
             self.close()
             if not num_read:
                 raise _ClosedEarlyError
-            if answer.ends_with_connection:
-                return int(parser.get_status_code())
+            if answers.ends_with_connection:
+                return answers.status
             raise RequestFailedError("cut_off", "the server closed the connection in the middle of its answer")
-        if not answer.keep_alive:
+        if not answers.keep_alive:
             self.close()
-        answer.parser = None  # they know each other: left so, each request would be work for the garbage collector
-        return int(parser.get_status_code())
+        return answers.status
 
 
 class _ClosedEarlyError(Exception):
     """The connection ended before the first byte of an answer."""
 
 
-class _Answer:
-    """What the parser calls."""
+class _Answers:
+    """The answers of a connection, one after the other, as its one parser finds them."""
 
-    def __init__(self, on_body: OnBody) -> None:
-        self.parser: Any = None
+    def __init__(self) -> None:
         self.complete = False
         self.keep_alive = False
-        self.ends_with_connection = True
-        self.read_at = 0.0
+        self._in_body = False
+        self._head = b""
+        self._read_at = 0.0
+        self._on_body: OnBody = lambda *_: None
+        self._parser: Any = httptools.HttpResponseParser(self)
+
+    def expect(self, on_body: OnBody) -> None:
+        """The next answer is another's."""
+        self.complete = self.keep_alive = self._in_body = False
+        self._head = b""
         self._on_body = on_body
 
-    def on_header(self, name: bytes, value: bytes) -> None:
-        if name.lower() in (b"content-length", b"transfer-encoding"):
-            self.ends_with_connection = False
+    def feed(self, piece: memoryview) -> None:
+        """What was read just now.
+
+        Raises:
+            httptools.HttpParserError: This is not HTTP.
+        """
+        self._read_at = time.perf_counter()
+        if not self._in_body:
+            self._head += piece
+        self._parser.feed_data(piece)
+
+    @property
+    def status(self) -> int:
+        """Of the answer."""
+        return int(self._parser.get_status_code())
+
+    @property
+    def ends_with_connection(self) -> bool:
+        """Whether the head does not say where the body ends."""
+        head, end, _ = self._head.lower().partition(b"\r\n\r\n")
+        return bool(end) and b"\r\ncontent-length:" not in head and b"\r\ntransfer-encoding:" not in head
 
     def on_body(self, body: bytes) -> None:
-        self._on_body(body, self.read_at)
-
-    def on_headers_complete(self) -> None:
-        self.keep_alive = self.parser.should_keep_alive()  # the parser forgets it with the message's end
+        self._in_body = True
+        self._on_body(body, self._read_at)
 
     def on_message_complete(self) -> None:
         self.complete = True
+        self.keep_alive = self._parser.should_keep_alive()  # the parser forgets it with what it reads next

@@ -28,6 +28,7 @@ from locust.env import Environment
 from locust.exception import StopUser
 from pydantic import TypeAdapter
 
+from loadtest.deferred import Deferred
 from loadtest.generator import Lane, Share, llm_lane, policy_lane
 from loadtest.record_file import as_line
 from loadtest.records import RequestRecord
@@ -78,6 +79,7 @@ class Node:
         self._runner: Any = environment.runner
         self._order: StageOrder | None = None
         self._news = _Gathered()
+        self._emit = Deferred(self._take)
         self._begun = False
         self._over = True
         self.lanes: dict[str, Lane] = {}
@@ -109,7 +111,7 @@ class Node:
         for lane in self.lanes.values():
             lane.halt()
 
-    def _emit(self, record: RequestRecord) -> None:
+    def _take(self, record: RequestRecord) -> None:
         self._news.add(record)
         if self._order is not None and self._order.events:
             failed = record.error is not None
@@ -130,6 +132,7 @@ class Node:
     def flush(self) -> None:
         """Sends what has gathered, and that the stage is over once it is."""
         over = self._begun and not self._over and all(lane.is_over for lane in self.lanes.values())
+        self._emit.flush()
         if self._news.num_ok or self._news.num_failed:
             gathered, self._news = self._news, _Gathered()
             self._runner.send_message(RECORDS, gathered.to_message())

@@ -71,11 +71,45 @@ def test_an_answer_may_end_with_its_connection() -> None:
         assert get(HttpConnection(url, timeout_s=10)) == (200, b"all of it")
 
 
+@pytest.mark.parametrize("framing", [b"", b"Content-Length: 9\r\n", b"Connection: close\r\nContent-Length: 9\r\n"])
+def test_an_answer_may_come_byte_by_byte(framing: bytes) -> None:
+    answer = b"HTTP/1.1 200 OK\r\n" + framing + b"\r\nall of it"
+
+    def drip(connection: socket.socket) -> None:
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        for byte in answer:
+            connection.sendall(bytes([byte]))
+            time.sleep(1e-3)
+
+    with raw_server(drip) as url:
+        assert get(HttpConnection(url, timeout_s=10)) == (200, b"all of it")
+
+
+def test_answers_over_one_connection_do_not_mix() -> None:
+    """Some in pieces, some with an empty body, some an error, all parsed by the connection's one parser."""
+    bodies = [b"x" * size for size in (0, 1, 70_000, 0, 5)]
+
+    def answer_all(connection: socket.socket) -> None:
+        for number, body in enumerate(bodies):
+            if number:
+                connection.recv(65536)
+            head = f"HTTP/1.1 {400 + number} No\r\nContent-Length: {len(body)}\r\n\r\n".encode()
+            connection.sendall(head)
+            time.sleep(0.01)
+            connection.sendall(body)
+
+    with raw_server(answer_all) as url:
+        connection = HttpConnection(url, timeout_s=10)
+        assert [get(connection) for _ in bodies] == [(400 + number, body) for number, body in enumerate(bodies)]
+
+
 @pytest.mark.parametrize(
     ("answer", "kind", "message"),
     [
         (b"", "cut_off", "without an answer"),
         (b"HTTP/1.1 200 OK\r\nContent-Length: 20\r\n\r\nhalf", "cut_off", "in the middle"),
+        (b"HTTP/1.1 200 OK\r\nContent-Le", "cut_off", "in the middle"),
+        (b"HTTP/1.1 200 OK\r\nConnection: close\r\nContent-Length: 20\r\n\r\nhalf", "cut_off", "in the middle"),
         (b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n4\r\nhalf\r\n", "cut_off", "in the middle"),
         (b"SSH-2.0-OpenSSH\r\n", "bad_answer", "not HTTP"),
     ],
