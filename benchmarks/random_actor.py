@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
+import tempfile
 from pathlib import Path
 
 import numpy as np
@@ -57,3 +60,12 @@ def write_checkpoint(folder: Path, depth: int, width: int) -> Path:
     }
     (folder / CHECKPOINT_FILE).write_text(json.dumps(record))
     return folder
+
+
+def export_actor(repository: Path, depth: int, *, width: int = 256) -> Path:
+    """An actor with random weights, exported as ``actor/1``; the ONNX file."""
+    with tempfile.TemporaryDirectory() as name:
+        checkpoint = write_checkpoint(Path(name), depth, width)
+        command = [sys.executable, "-m", "gated_serving", "export-policy", str(checkpoint), str(repository)]
+        subprocess.run([*command, "--name", "actor"], check=True, capture_output=True)
+    return repository / "actor" / "1" / "policy.onnx"

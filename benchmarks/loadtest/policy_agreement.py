@@ -1,9 +1,10 @@
 """The same closed loop from wrk and from ``gated-serving loadtest policy``, on the same running policy server.
 
-The shipped policy, one observation, JSON, one thread of wrk and one process of the generator, over 1, 4, 16 and 64
+Two policies: the shipped one of 4 layers, which answers in a fraction of a millisecond, and one of 64 layers with
+random weights. One observation, JSON, one thread of wrk and one process of the generator, over 1, 4, 16 and 64
 connections. In every round each tool runs twice, in the order ABBA, so that a machine that grows slower or faster slows
-both alike. The server has one half of the cores
-and the clients the other. The generator's own ceiling stands beside: near it the rate is the generator's.
+both alike; how far the two runs of wrk differ says what a difference is worth. The server has one half of the cores and
+the clients the other. The generator's own ceiling stands beside: near it the rate is the generator's.
 
     python benchmarks/loadtest/policy_agreement.py [--rounds 4] [--seconds 3]
 """
@@ -17,6 +18,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +26,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # run as a script: benchmark
 
 from record import keep_record
 from serving import running_policy_server, split_cores
+from random_actor import export_actor
 from wrk import check_wrk, load
 
 ROOT = Path(__file__).parents[2]
@@ -34,6 +37,7 @@ OBSERVATION = {
 }
 AIM = 0.1
 NEAR_CEILING = 0.8
+DEEP = 64
 
 
 def main() -> None:
@@ -47,45 +51,27 @@ def main() -> None:
     server_cores, client_cores = split_cores()
     rows: list[dict[str, Any]] = []
     verdicts: list[str] = []
-    with tempfile.TemporaryDirectory() as name, running_policy_server(server_cores) as url:
-        os.sched_setaffinity(0, client_cores)
+    with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         (folder / "observations.jsonl").write_text(json.dumps(OBSERVATION) + "\n")
-        for connections in CONNECTIONS:
-            measured: list[tuple[dict[str, float], dict[str, float]]] = []
-            for number in range(arguments.rounds):
-                wrks: list[dict[str, float]] = []
-                owns: list[dict[str, float]] = []
-                for is_wrk in (True, False, False, True) if number % 2 else (False, True, True, False):
-                    if is_wrk:
-                        wrks.append(by_wrk(url, connections, arguments.seconds))
-                    else:
-                        owns.append(ours(url, folder, connections, arguments.seconds, ceiling=False))
-                measured.append((mean_of(wrks), mean_of(owns)))
-                print(f"{connections} connections, round {number}: {measured[-1]}", file=sys.stderr, flush=True)
-            ceiling = ours(url, folder, connections, 1.0, ceiling=True)["ceiling"]
-            theirs, own = (
-                {
-                    figure: statistics.median(side[place][figure] for side in measured)
-                    for figure in ("requests/s", "p50 ms", "p99 ms")
-                }
-                for place in (0, 1)
-            )
-            ratio = statistics.median(own["requests/s"] / theirs["requests/s"] for theirs, own in measured)
-            rows.append({"connections": connections, "tool": "wrk", **theirs, "of the ceiling": ""})
-            rows.append(
-                {"connections": connections, "tool": "loadtest", **own, "of the ceiling": own["requests/s"] / ceiling}
-            )
-            near = " at the generator's ceiling" if own["requests/s"] > NEAR_CEILING * ceiling else ""
-            reached = "reached" if abs(ratio - 1) <= AIM else "missed"
-            verdicts.append(
-                f"{connections} connections: {100 * (ratio - 1):+.1f} % requests/s in a round{near} "
-                f"(aim within 10 %: {reached})"
-            )
+        repository = folder / "policies"
+        export_actor(repository, DEEP)
+        for what, policy, options in (
+            ("the shipped policy", "fetch-reach", ()),
+            (f"{DEEP} layers", "actor", (str(repository),)),
+        ):
+            with running_policy_server(server_cores, *options) as url:
+                all_cores = os.sched_getaffinity(0)
+                os.sched_setaffinity(0, client_cores)
+                target = Target(url, policy, folder)
+                for connections in CONNECTIONS:
+                    found, verdict = compare(target, connections, arguments.rounds, arguments.seconds)
+                    rows += [{"policy": what, "connections": connections, **row} for row in found]
+                    verdicts.append(f"{what}, {connections} connections: {verdict}")
+                os.sched_setaffinity(0, all_cores)
     method = (
-        f"The shipped policy, JSON, closed loops of {arguments.seconds:g} s, {arguments.rounds} rounds, both tools "
-        f"twice a round, in the order ABBA; medians. Server on cores {sorted(server_cores)}, clients "
-        f"on {sorted(client_cores)}."
+        f"JSON, closed loops of {arguments.seconds:g} s, {arguments.rounds} rounds, both tools twice a round, in the "
+        f"order ABBA; medians. Server on cores {sorted(server_cores)}, clients on {sorted(client_cores)}."
     )
     if arguments.keep:
         keep_record("loadtest-policy-agreement", method=method, rows=rows, verdicts=verdicts)
@@ -93,24 +79,83 @@ def main() -> None:
         print(rows, verdicts)
 
 
+@dataclass(frozen=True)
+class Target:
+    """Whom both ask.
+
+    Attributes:
+        url: Of the server.
+        policy: Its name there.
+        folder: With the observation, and for what the generator leaves behind.
+    """
+
+    url: str
+    policy: str
+    folder: Path
+
+
+def compare(target: Target, connections: int, rounds: int, seconds: float) -> tuple[list[dict[str, Any]], str]:
+    """Rows of both tools for so many connections, and what they come to."""
+    measured: list[tuple[dict[str, float], dict[str, float]]] = []
+    apart: list[float] = []
+    for number in range(rounds):
+        wrks: list[dict[str, float]] = []
+        owns: list[dict[str, float]] = []
+        for is_wrk in (True, False, False, True) if number % 2 else (False, True, True, False):
+            if is_wrk:
+                wrks.append(by_wrk(target, connections, seconds))
+            else:
+                owns.append(ours(target, connections, seconds, ceiling=False))
+        apart.append(abs(wrks[0]["requests/s"] / wrks[1]["requests/s"] - 1))
+        measured.append((mean_of(wrks), mean_of(owns)))
+        print(f"{target.policy}, {connections} connections: {measured[-1]}", file=sys.stderr, flush=True)
+    ceiling = ours(target, connections, 1.0, ceiling=True)["ceiling"]
+    theirs, own = (
+        {
+            figure: statistics.median(side[place][figure] for side in measured)
+            for figure in ("requests/s", "p50 ms", "p99 ms")
+        }
+        for place in (0, 1)
+    )
+    ratio = statistics.median(own["requests/s"] / theirs["requests/s"] for theirs, own in measured)
+    of_ceiling = own["requests/s"] / ceiling
+    near = " at the generator's ceiling" if of_ceiling > NEAR_CEILING else ""
+    reached = "reached" if abs(ratio - 1) <= AIM else "missed"
+    rows = [{"tool": "wrk", **theirs, "of the ceiling": ""}, {"tool": "loadtest", **own, "of the ceiling": of_ceiling}]
+    return rows, (
+        f"{100 * (ratio - 1):+.1f} % requests/s in a round{near} (aim within 10 %: {reached}); "
+        f"two runs of wrk are {100 * statistics.median(apart):.1f} % apart"
+    )
+
+
 def mean_of(runs: list[dict[str, float]]) -> dict[str, float]:
     """Of each figure."""
     return {figure: statistics.mean(run[figure] for run in runs) for figure in runs[0]}
 
 
-def by_wrk(url: str, connections: int, seconds: float) -> dict[str, float]:
+def by_wrk(target: Target, connections: int, seconds: float) -> dict[str, float]:
     """One run of wrk."""
-    found = load(
-        f"{url}/v1/policies/fetch-reach/act", {"observation": OBSERVATION}, connections=connections, seconds=seconds
-    )
+    path = f"{target.url}/v1/policies/{target.policy}/act"
+    found = load(path, {"observation": OBSERVATION}, connections=connections, seconds=seconds)
     assert not found.errors, found
     return {"requests/s": found.requests_per_s, "p50 ms": found.p50_ms, "p99 ms": found.p99_ms}
 
 
-def ours(url: str, folder: Path, connections: int, seconds: float, *, ceiling: bool) -> dict[str, float]:
+def ours(target: Target, connections: int, seconds: float, *, ceiling: bool) -> dict[str, float]:
     """One run of this project's."""
+    folder = target.folder
     command = [
-        *(sys.executable, "-m", "loadtest", "policy", url, "--users", str(connections), "--duration", str(seconds)),
+        *(
+            sys.executable,
+            "-m",
+            "loadtest",
+            "policy",
+            target.url,
+            "--users",
+            str(connections),
+            "--duration",
+            str(seconds),
+        ),
         *("--warmup", "0", "--observations", str(folder / "observations.jsonl"), "--output", str(folder / "out")),
         "--ceiling" if ceiling else "--no-ceiling",
     ]

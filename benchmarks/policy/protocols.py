@@ -30,9 +30,9 @@ import uvloop
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # run as a script: benchmarks/ is no package
 
-from random_actor import ACTION_SIZE, GOAL_SIZE, OBSERVATION_SIZE
+from random_actor import ACTION_SIZE, GOAL_SIZE, OBSERVATION_SIZE, export_actor
 from record import keep_record
-from sides import OBSERVATION, PORT, Side, export_actor, ours, running
+from sides import OBSERVATION, PORT, Side, ours, running
 
 from policy_server.engines.onnxruntime import OnnxRuntimeEngine
 from policy_server.settings import EngineSettings

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from random_actor import GOAL_SIZE, OBSERVATION_SIZE, write_checkpoint
+from random_actor import GOAL_SIZE, OBSERVATION_SIZE
 
 HERE = Path(__file__).parent
 PORT = 8190
@@ -150,15 +150,6 @@ def versions(sides: list[Side]) -> str:
                 [python, "-c", script], capture_output=True, text=True, check=True
             ).stdout.strip()
     return ", ".join(f"{package} {number}" for package, number in shown.items())
-
-
-def export_actor(repository: Path, depth: int, *, width: int = 256) -> Path:
-    """An actor with random weights, exported as ``actor/1``; the ONNX file."""
-    with tempfile.TemporaryDirectory() as name:
-        checkpoint = write_checkpoint(Path(name), depth, width)
-        command = [sys.executable, "-m", "gated_serving", "export-policy", str(checkpoint), str(repository)]
-        subprocess.run([*command, "--name", "actor"], check=True, capture_output=True)
-    return repository / "actor" / "1" / "policy.onnx"
 
 
 @contextmanager

@@ -26,7 +26,8 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).parents[1]))  # run as a script: benchmarks/ is no package
 
 from record import keep_record
-from sides import OBSERVATION, Side, ask, export_actor, ours, peers, running, versions, yardsticks
+from random_actor import export_actor
+from sides import OBSERVATION, Side, ask, ours, peers, running, versions, yardsticks
 from wrk import Load, check_wrk, load, wrk_version
 
 from policy_server.engines.onnxruntime import OnnxRuntimeEngine
