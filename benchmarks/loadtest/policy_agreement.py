@@ -24,9 +24,10 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # run as a script: benchmarks/ is no package
 
+from random_actor import export_actor
+from ratio import ratio_of
 from record import keep_record
 from serving import running_policy_server, split_cores
-from random_actor import export_actor
 from wrk import check_wrk, load
 
 ROOT = Path(__file__).parents[2]
@@ -71,7 +72,8 @@ def main() -> None:
                 os.sched_setaffinity(0, all_cores)
     method = (
         f"JSON, closed loops of {arguments.seconds:g} s, {arguments.rounds} rounds, both tools twice a round, in the "
-        f"order ABBA; medians. Server on cores {sorted(server_cores)}, clients on {sorted(client_cores)}."
+        f"order ABBA; medians, and the mean of the rounds' ratios. Server on cores {sorted(server_cores)}, clients on "
+        f"{sorted(client_cores)}."
     )
     if arguments.keep:
         keep_record("loadtest-policy-agreement", method=method, rows=rows, verdicts=verdicts)
@@ -97,7 +99,6 @@ class Target:
 def compare(target: Target, connections: int, rounds: int, seconds: float) -> tuple[list[dict[str, Any]], str]:
     """Rows of both tools for so many connections, and what they come to."""
     measured: list[tuple[dict[str, float], dict[str, float]]] = []
-    apart: list[float] = []
     for number in range(rounds):
         wrks: list[dict[str, float]] = []
         owns: list[dict[str, float]] = []
@@ -106,7 +107,6 @@ def compare(target: Target, connections: int, rounds: int, seconds: float) -> tu
                 wrks.append(by_wrk(target, connections, seconds))
             else:
                 owns.append(ours(target, connections, seconds, ceiling=False))
-        apart.append(abs(wrks[0]["requests/s"] / wrks[1]["requests/s"] - 1))
         measured.append((mean_of(wrks), mean_of(owns)))
         print(f"{target.policy}, {connections} connections: {measured[-1]}", file=sys.stderr, flush=True)
     ceiling = ours(target, connections, 1.0, ceiling=True)["ceiling"]
@@ -117,15 +117,11 @@ def compare(target: Target, connections: int, rounds: int, seconds: float) -> tu
         }
         for place in (0, 1)
     )
-    ratio = statistics.median(own["requests/s"] / theirs["requests/s"] for theirs, own in measured)
+    ratio = ratio_of([own["requests/s"] for _, own in measured], [theirs["requests/s"] for theirs, _ in measured])
     of_ceiling = own["requests/s"] / ceiling
-    near = " at the generator's ceiling" if of_ceiling > NEAR_CEILING else ""
-    reached = "reached" if abs(ratio - 1) <= AIM else "missed"
+    near = ", at the generator's ceiling" if of_ceiling > NEAR_CEILING else ""
     rows = [{"tool": "wrk", **theirs, "of the ceiling": ""}, {"tool": "loadtest", **own, "of the ceiling": of_ceiling}]
-    return rows, (
-        f"{100 * (ratio - 1):+.1f} % requests/s in a round{near} (aim within 10 %: {reached}); "
-        f"two runs of wrk are {100 * statistics.median(apart):.1f} % apart"
-    )
+    return rows, f"requests/s {ratio.verdict(AIM)}{near}"
 
 
 def mean_of(runs: list[dict[str, float]]) -> dict[str, float]:

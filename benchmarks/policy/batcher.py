@@ -29,8 +29,8 @@ import uvloop
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # run as a script: benchmarks/ is no package
 
-from record import keep_record
 from random_actor import export_actor
+from record import keep_record
 from sides import OBSERVATION, PLAIN
 
 from policy_server.batcher import BatchRecord, RowsDone

@@ -25,8 +25,8 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # run as a script: benchmarks/ is no package
 
-from record import keep_record
 from random_actor import export_actor
+from record import keep_record
 from sides import OBSERVATION, Side, ask, ours, peers, running, versions, yardsticks
 from wrk import Load, check_wrk, load, wrk_version
 
