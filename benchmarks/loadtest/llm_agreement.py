@@ -3,9 +3,12 @@
 A closed loop of 8 users with the same prompts, the same answer lengths and the same number of requests. In every round
 each tool runs twice, in the order ABBA, so that a machine that grows slower or faster slows both alike; a first run of
 each fills the server's prefix cache and counts for nothing. The server has one half of the cores and the clients have
-the other, so that a tool's own cost does not slow the server. Two servers: vLLM with the shipped model, and one that
-sends its chunks by the clock, which is as fast in every round and needs few of them. A figure is compared by the mean
-of its ratio within a round.
+the other. A figure is compared by the mean of its ratio within a round.
+
+Three servers: one that sends its chunks by the clock, which is as fast in every round and needs few of them; vLLM with
+the shipped model; and vLLM once more while a loop of the lowest priority keeps the clients' cores busy. Cores that
+share caches or are threads of one core slow each other, so a tool that needs less processor time sees a faster server;
+with the loop beside them both tools see the same one.
 
     python benchmarks/loadtest/llm_agreement.py [--rounds 8] [--requests 192] [--users 8]
 """
@@ -16,13 +19,14 @@ import argparse
 import json
 import os
 import random
+import resource
 import statistics
 import subprocess
 import sys
 import tempfile
 import urllib.request
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -48,6 +52,17 @@ parser = FlexibleArgumentParser()
 add_cli_args(parser)
 main(parser.parse_args())
 """
+# Linux may weigh sessions against each other, not processes: the loop's session gets the lowest priority too.
+BUSY = """
+import os, pathlib
+os.sched_setaffinity(0, {{{core}}})
+os.nice(19)
+session = pathlib.Path("/proc/self/autogroup")
+if session.exists():
+    session.write_text("19")
+while True:
+    pass
+"""
 TEXT = "def return class value list index name data test file line number text result item key self"
 FIGURES = {
     "requests/s": ("request_throughput", "requests_per_s"),
@@ -56,6 +71,7 @@ FIGURES = {
     "mean ITL ms": ("mean_itl_ms", "itl_ms"),
     "mean TPOT ms": ("mean_tpot_ms", "tpot_ms"),
 }
+CPU = "client CPU s"
 AIMED = ("requests/s", "output tokens/s", "mean TTFT ms", "mean ITL ms")
 
 
@@ -71,19 +87,23 @@ def main() -> None:
     server_cores, client_cores = split_cores()
     rows: list[dict[str, Any]] = []
     verdicts: list[str] = []
-    for name, server, rounds, requests in (
-        ("by the clock", clock_server, CLOCK_ROUNDS, CLOCK_REQUESTS),
-        ("vLLM", running_llm_server, arguments.rounds, arguments.requests),
+    for name, server, beside, rounds, requests in (
+        ("by the clock", clock_server, nullcontext, CLOCK_ROUNDS, CLOCK_REQUESTS),
+        ("vLLM", running_llm_server, nullcontext, arguments.rounds, arguments.requests),
+        ("vLLM, clients' cores busy", running_llm_server, busy_cores, arguments.rounds, arguments.requests),
     ):
-        with server(server_cores) as url:
+        with server(server_cores) as url, beside(client_cores):
             os.sched_setaffinity(0, client_cores)
             measured = measure(url, rounds, Load(requests, arguments.users, arguments.output_tokens))
         os.sched_setaffinity(0, server_cores | client_cores)
         for tool, runs in measured.items():
-            medians = {figure: statistics.median(run[figure] for run in runs) for figure in FIGURES}
+            medians = {figure: statistics.median(run[figure] for run in runs) for figure in (*FIGURES, CPU)}
             rows.append({"server": name, "tool": tool, **medians})
         theirs, own = measured.values()
-        ratios = {figure: ratio_of([run[figure] for run in own], [run[figure] for run in theirs]) for figure in FIGURES}
+        ratios = {
+            figure: ratio_of([run[figure] for run in own], [run[figure] for run in theirs])
+            for figure in (*FIGURES, CPU)
+        }
         rows.append({"server": name, "tool": "ratio", **{figure: ratio.mean for figure, ratio in ratios.items()}})
         spread = max(
             max(run["requests/s"] for run in runs) / min(run["requests/s"] for run in runs)
@@ -93,7 +113,8 @@ def main() -> None:
         verdicts.append(f"{name}: requests/s of one tool differ by up to {100 * (spread - 1):.0f} % between rounds")
     method = (
         f"{arguments.users} users in a closed loop, {arguments.output_tokens} tokens each, streamed chat; both tools "
-        f"twice a round, in the order ABBA. Server on cores {sorted(server_cores)}, clients on {sorted(client_cores)}. "
+        f"twice a round, in the order ABBA; medians, and the mean of the rounds' ratios. {CPU}: of all of a tool's "
+        f"processes, in one run. Server on cores {sorted(server_cores)}, clients on {sorted(client_cores)}. "
         f"By the clock: a chunk after {1e3 * FIRST_CHUNK_S:g} ms, then one every {1e3 * CHUNK_S:g} ms; {CLOCK_ROUNDS} "
         f"rounds of {CLOCK_REQUESTS} prompts. "
         f"vLLM: the shipped model; {arguments.rounds} rounds of {arguments.requests} prompts."
@@ -139,7 +160,7 @@ def measure(url: str, rounds: int, load: Load) -> dict[str, list[dict[str, float
             for tool in (first, second, second, first) if number % 2 else (second, first, first, second):
                 runs[tool].append(tools[tool]())
             for tool, twice in runs.items():
-                figures = {figure: statistics.mean(run[figure] for run in twice) for figure in FIGURES}
+                figures = {figure: statistics.mean(run[figure] for run in twice) for figure in (*FIGURES, CPU)}
                 measured[tool].append(figures)
                 print(f"round {number}: {tool}: {figures}", file=sys.stderr, flush=True)
     return measured
@@ -152,6 +173,21 @@ def clock_server(cores: set[int]) -> Iterator[str]:
         os.sched_setaffinity(server.thread_id, cores)
         server.first_chunk_s, server.chunk_s = FIRST_CHUNK_S, CHUNK_S
         yield server.url
+
+
+@contextmanager
+def busy_cores(cores: set[int]) -> Iterator[None]:
+    """A loop of the lowest priority on each of these cores."""
+    loops: list[subprocess.Popen[bytes]] = []
+    try:
+        for core in cores:
+            loop = subprocess.Popen([sys.executable, "-c", BUSY.format(core=core)], start_new_session=True)
+            loops.append(loop)
+        yield
+    finally:
+        for loop in loops:
+            loop.kill()
+            loop.wait()
 
 
 def write_prompts(path: Path, number: int) -> Path:
@@ -172,10 +208,10 @@ def vllm_bench(url: str, model: str, prompts: Path, result: Path, load: Load) ->
         *("--max-concurrency", str(load.users), "--ignore-eos", "--temperature", "0"),
         *("--save-result", "--result-filename", str(result)),
     ]
-    run(command)
+    cpu_s = run(command)
     content = json.loads(result.read_text())
     assert content["completed"] == load.requests, content
-    return {figure: float(content[theirs]) for figure, (theirs, _) in FIGURES.items()}
+    return {figure: float(content[theirs]) for figure, (theirs, _) in FIGURES.items()} | {CPU: cpu_s}
 
 
 def ours(url: str, prompts: Path, output: Path, load: Load) -> dict[str, float]:
@@ -185,20 +221,28 @@ def ours(url: str, prompts: Path, output: Path, load: Load) -> dict[str, float]:
         *("--users", str(load.users), "--requests", str(load.requests), "--duration", "3600"),
         *("--output-tokens", str(load.output_tokens), "--no-ceiling", "--output", str(output)),
     ]
-    run(command)
+    cpu_s = run(command)
     figures = json.loads((output / "summary.json").read_text())["figures"]
     assert figures["num_ok"] == load.requests, figures
     return {
         figure: float(figures[name]["mean"] if isinstance(figures[name], dict) else figures[name])
         for figure, (_, name) in FIGURES.items()
-    }
+    } | {CPU: cpu_s}
 
 
-def run(command: list[str]) -> None:
-    """Runs a tool; shows what it said if it fails."""
+def run(command: list[str]) -> float:
+    """Runs a tool; shows what it said if it fails. Returns the seconds of processor time that it took."""
+    before = children_cpu_s()
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
     if done.returncode:
         sys.exit(f"{' '.join(command[:6])} ... ended with {done.returncode}:\n{done.stdout}\n{done.stderr}")
+    return children_cpu_s() - before
+
+
+def children_cpu_s() -> float:
+    """Processor time of all children that ended, in seconds."""
+    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return usage.ru_utime + usage.ru_stime
 
 
 if __name__ == "__main__":
