@@ -37,7 +37,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
 from fake_llm_server import fake_llm_server
 from ratio import ratio_of
 from record import keep_record
-from serving import running_llm_server, split_cores
+from serving import busy_cores, running_llm_server, split_cores
 
 ROOT = Path(__file__).parents[2]
 TOKENIZER = ROOT / "gated_serving" / "llm" / "pretrained" / "tiny-python"
@@ -51,17 +51,6 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 parser = FlexibleArgumentParser()
 add_cli_args(parser)
 main(parser.parse_args())
-"""
-# Linux may weigh sessions against each other, not processes: the loop's session gets the lowest priority too.
-BUSY = """
-import os, pathlib
-os.sched_setaffinity(0, {{{core}}})
-os.nice(19)
-session = pathlib.Path("/proc/self/autogroup")
-if session.exists():
-    session.write_text("19")
-while True:
-    pass
 """
 TEXT = "def return class value list index name data test file line number text result item key self"
 FIGURES = {
@@ -173,21 +162,6 @@ def clock_server(cores: set[int]) -> Iterator[str]:
         os.sched_setaffinity(server.thread_id, cores)
         server.first_chunk_s, server.chunk_s = FIRST_CHUNK_S, CHUNK_S
         yield server.url
-
-
-@contextmanager
-def busy_cores(cores: set[int]) -> Iterator[None]:
-    """A loop of the lowest priority on each of these cores."""
-    loops: list[subprocess.Popen[bytes]] = []
-    try:
-        for core in cores:
-            loop = subprocess.Popen([sys.executable, "-c", BUSY.format(core=core)], start_new_session=True)
-            loops.append(loop)
-        yield
-    finally:
-        for loop in loops:
-            loop.kill()
-            loop.wait()
 
 
 def write_prompts(path: Path, number: int) -> Path:

@@ -3,8 +3,11 @@
 Two policies: the shipped one of 4 layers, which answers in a fraction of a millisecond, and one of 64 layers with
 random weights. One observation, JSON, one thread of wrk and one process of the generator, over 1, 4, 16 and 64
 connections. In every round each tool runs twice, in the order ABBA, so that a machine that grows slower or faster slows
-both alike; how far the two runs of wrk differ says what a difference is worth. The server has one half of the cores and
-the clients the other. The generator's own ceiling stands beside: near it the rate is the generator's.
+both alike. The server has one half of the cores and the clients the other. The generator's own ceiling stands beside:
+near it the rate is the generator's.
+
+The shipped policy is measured once more while a loop of the lowest priority keeps the clients' cores busy, so that the
+server is as fast beside a client that needs little processor time as beside one that needs more.
 
     python benchmarks/loadtest/policy_agreement.py [--rounds 4] [--seconds 3]
 """
@@ -18,6 +21,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,7 +31,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # run as a script: benchmark
 from random_actor import export_actor
 from ratio import ratio_of
 from record import keep_record
-from serving import running_policy_server, split_cores
+from serving import busy_cores, running_policy_server, split_cores
 from wrk import check_wrk, load
 
 ROOT = Path(__file__).parents[2]
@@ -57,11 +61,12 @@ def main() -> None:
         (folder / "observations.jsonl").write_text(json.dumps(OBSERVATION) + "\n")
         repository = folder / "policies"
         export_actor(repository, DEEP)
-        for what, policy, options in (
-            ("the shipped policy", "fetch-reach", ()),
-            (f"{DEEP} layers", "actor", (str(repository),)),
+        for what, policy, options, beside in (
+            ("the shipped policy", "fetch-reach", (), nullcontext),
+            ("the shipped policy, clients' cores busy", "fetch-reach", (), busy_cores),
+            (f"{DEEP} layers", "actor", (str(repository),), nullcontext),
         ):
-            with running_policy_server(server_cores, *options) as url:
+            with running_policy_server(server_cores, *options) as url, beside(client_cores):
                 all_cores = os.sched_getaffinity(0)
                 os.sched_setaffinity(0, client_cores)
                 target = Target(url, policy, folder)
